@@ -1,0 +1,30 @@
+"""asyncllm: serve a language model to many clients from one Python process.
+
+Names are imported on first use, so that a client never loads torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .build import load, start
+    from .config import Config
+    from .llm import LLM, AsyncLLM
+    from .types import Completion, Delta, FinishReason, SamplingParams
+
+_HOMES = {
+    "start": "build", "load": "build", "Config": "config", "AsyncLLM": "llm", "LLM": "llm",
+    "Completion": "types", "Delta": "types", "FinishReason": "types", "SamplingParams": "types",
+}  # fmt: skip
+
+__all__ = [
+    "LLM", "AsyncLLM", "Completion", "Config", "Delta", "FinishReason", "SamplingParams", "load", "start",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'asyncllm' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,0 +1,87 @@
+"""One step, frozen: what schedule() hands to the runner and what the runner hands back to commit().
+
+GPU thread; numpy only. It never knows tensors, requests or text.
+"""
+
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+
+
+class NewRow(msgspec.Struct, frozen=True, eq=False):
+    """A slot's fresh content: written to the device tables before the step's rows are computed.
+
+    The whole known text enters the token pool here, so a prompt chunk is afterwards a row like any
+    other, (slot, start, length), and needs no ids of its own.
+    """
+
+    slot: int
+    token_ids: Int32  # [known_len]: prompt and, after a preemption, committed output
+    temperature: float  # 0 is greedy
+    top_k: int  # 0 is off
+    top_p: float
+    min_p: float
+    seed: int  # uint64 bits
+    stop_ids: tuple[int, ...]  # may not be drawn at a position below min_len
+    min_len: int  # prompt_len + min_tokens
+
+
+class Batch(msgspec.Struct, frozen=True, eq=False):
+    """The rows of one step. Row i computes positions starts[i] .. starts[i] + lengths[i] - 1 of slots[i].
+
+    A row with wants_token then draws the token for position starts[i] + lengths[i], which the runner
+    puts into the token pool at that position; an unfinished prompt chunk wants none and draws none.
+    """
+
+    step: int
+    slots: Int32  # [num_rows], each at most once, never 0
+    starts: Int32  # [num_rows]
+    lengths: Int32  # [num_rows], at least 1
+    wants_token: NDArray[np.bool_]  # [num_rows]
+    new_rows: tuple[NewRow, ...]
+    page_deltas: Int32  # [num_deltas, 3]: page_table[slot, column] = page, applied before the step
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+
+class StepResult(msgspec.Struct, frozen=True, eq=False):
+    """The drawn tokens of one step, in the order of the rows that wanted one.
+
+    NO_TOKEN marks a row whose logits held no finite number.
+    """
+
+    step: int
+    token_ids: Int32  # [num rows that wanted a token]
+
+
+NO_TOKEN = -1
+
+
+class Launched(Protocol):
+    """A step on its way through the device."""
+
+    def ready(self) -> bool:
+        """Whether result() would return at once. Never blocks."""
+
+    def result(self) -> StepResult:
+        """The step's tokens; waits if need be. Raises what the step raised."""
+
+
+class Runner(Protocol):
+    """The torch side of the GPU thread, as the engine sees it."""
+
+    def launch(self, batch: Batch) -> Launched:
+        """Enqueue one step and return at once. Raises if it could not be enqueued."""
+
+    def close(self) -> None:
+        """Wait for the device and let its memory go."""

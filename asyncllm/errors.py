@@ -1,0 +1,77 @@
+"""The one tree of errors that asyncllm raises on purpose, and the HTTP status of each.
+
+    AsyncLLMError
+    ├── InvalidRequest        the caller's fault: 400
+    │   ├── ContextTooLong    400, code context_length_exceeded
+    │   ├── ModelNotFound     404
+    │   └── BodyTooLarge      413
+    ├── QueueFull             503: try again later
+    ├── Draining              503: the server is stopping
+    ├── Aborted               499: somebody ended the request before it was done
+    ├── StepFailed            500: the step that computed this request failed
+    ├── EngineDead            503: the engine thread has ended
+    └── ModelError            (start only) this model cannot be loaded, and why
+
+Imported by every floor; imports nothing of ours.
+"""
+
+
+class AsyncLLMError(Exception):
+    """Base of all; `status`, `type` and `code` follow OpenAI's error object."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+
+class InvalidRequest(AsyncLLMError):
+    """The request cannot be served as sent. `param` names the field, as `messages[0].role`."""
+
+    status = 400
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextTooLong(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(InvalidRequest):
+    status = 404
+    code = "model_not_found"
+
+
+class BodyTooLarge(InvalidRequest):
+    status = 413
+    code = "body_too_large"
+
+
+class QueueFull(AsyncLLMError):
+    status = 503
+    code = "queue_full"
+
+
+class Draining(AsyncLLMError):
+    status = 503
+    code = "draining"
+
+
+class Aborted(AsyncLLMError):
+    status = 499
+    code = "aborted"
+
+
+class StepFailed(AsyncLLMError):
+    code = "step_failed"
+
+
+class EngineDead(AsyncLLMError):
+    status = 503
+    code = "engine_dead"
+
+
+class ModelError(AsyncLLMError):
+    """Raised at start, never for a request."""
