@@ -142,11 +142,10 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
             return Problem("prompt", f"the prompt has {num_prompt} tokens; 1 to {limits.max_prompt_len} fit")
         if not 1 <= self.max_tokens <= limits.max_model_len - num_prompt:
             return Problem("max_tokens", f"{self.max_tokens} tokens do not fit behind {num_prompt} prompt tokens")
-        for i, token_id in enumerate(self.prompt_ids):
-            if not 0 <= token_id < limits.vocab_size:
-                return Problem(
-                    f"prompt[{i}]", f"token id {token_id} is outside the vocabulary of {limits.vocab_size}"
-                )
+        if min(self.prompt_ids) < 0 or max(self.prompt_ids) >= limits.vocab_size:
+            i = next(i for i, token_id in enumerate(self.prompt_ids) if not 0 <= token_id < limits.vocab_size)
+            message = f"token id {self.prompt_ids[i]} is outside the vocabulary of {limits.vocab_size}"
+            return Problem(f"prompt[{i}]", message)
         if self.deadline_s is not None:
             return Problem("timeout", "a deadline is not supported yet")
         return None

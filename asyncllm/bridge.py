@@ -1,0 +1,136 @@
+"""The only stair between the two threads: an Inbox down to the GPU thread, an Outbox up to the loop.
+
+Each side is written by one thread's calls and read by the other's; both ends are named below.
+It never knows what a token means.
+"""
+
+import asyncio
+import queue
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from .errors import QueueFull
+from .types import Delta, Submission
+
+
+class Submit(msgspec.Struct, frozen=True):
+    submission: Submission
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """Nobody reads this request any more."""
+
+    request_id: str
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """The text side met a stop string: the sequence is complete."""
+
+    request_id: str
+
+
+class Close(msgspec.Struct, frozen=True):
+    """End every sequence and leave the thread."""
+
+
+Message = Submit | Abort | Finish | Close
+
+
+class Inbox:
+    """Messages to the GPU thread. Any thread puts; the GPU thread waits and drains.
+
+    queue.SimpleQueue is implemented in C: its timed get() lets the GIL go, so a waiting GPU thread
+    costs the loop nothing and a message still wakes it at once.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._first: Message | None = None  # taken by wait(), not yet by drain()
+        self._capacity = capacity
+
+    def put(self, message: Message) -> None:
+        """Hand a message over; it takes effect at the next step boundary.
+
+        Raises:
+            QueueFull: for a Submit while `capacity` messages are unread. Whatever ends work gets in.
+        """
+        if isinstance(message, Submit) and self._queue.qsize() >= self._capacity:
+            raise QueueFull("the engine has not taken the last submissions yet; try again later")
+        self._queue.put(message)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """GPU thread: sleep until there is a message (True) or the time is up (False)."""
+        if self._first is None:
+            try:
+                self._first = self._queue.get(timeout=timeout_s)
+            except queue.Empty:
+                return False
+        return True
+
+    def drain(self) -> Iterator[Message]:
+        """GPU thread: every message put so far, in order."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            yield first
+        while True:
+            try:
+                yield self._queue.get_nowait()
+            except queue.Empty:
+                return
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's heartbeat, replaced whole at every turn: reading it asks nothing of the engine."""
+
+    step: int = 0
+    active: bool = False  # a step is in flight or could be scheduled
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preemptions: int = 0
+    pages_used: int = 0  # held by running sequences, shared prefixes included
+    pages_cached: int = 0  # in the radix tree, held by nobody
+    pages_total: int = 0
+    monotonic_s: float = 0.0
+
+
+class Outbox:
+    """Deltas to the loop: one wake-up a step, however many rows it had. The GPU thread puts.
+
+    Losing a wake-up is impossible: put() appends before it looks at the flag, and the loop lowers
+    the flag before it takes what is there.
+    """
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()  # written by the GPU thread, read by anyone
+        self._steps: deque[tuple[Delta, ...]] = deque()
+        self._wake_pending = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._deliver: Callable[[tuple[Delta, ...]], None] | None = None
+
+    def bind(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[tuple[Delta, ...]], None]) -> None:
+        """Loop thread, once, before the first submission: who is to get the deltas."""
+        self._loop, self._deliver = loop, deliver
+
+    def put(self, deltas: tuple[Delta, ...]) -> None:
+        """GPU thread: one step's deltas."""
+        self._steps.append(deltas)
+        if not self._wake_pending:
+            self._wake_pending = True
+            self.call(self._drain)
+
+    def call(self, callback: Callable[..., None], *args: object) -> None:
+        """GPU thread: run a callback on the loop. A closed loop has nobody left to tell."""
+        assert self._loop is not None, "bind() comes first"
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    def _drain(self) -> None:
+        assert self._deliver is not None
+        self._wake_pending = False
+        while self._steps:
+            self._deliver(self._steps.popleft())

@@ -1,0 +1,143 @@
+"""The GPU thread's life: receive, schedule, launch, wait, commit, hand off.
+
+GPU thread. It never knows tensors or text; what a step does is the runner's affair.
+"""
+
+import logging
+import time
+from collections import deque
+
+from ..bridge import Abort, Close, Finish, Inbox, Outbox, Submit
+from ..errors import EngineDead, StepFailed
+from .batch import Batch, Launched, Runner
+from .scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+# Where a step's end is expected, the inbox is left and the event polled. time.sleep(50e-6) takes about
+# 100 us on the H200 machine; a spin would starve the event loop for up to 261 ms (h200 measurements).
+POLL_S = 50e-6
+EXPECTED_SHARE = 0.9
+
+
+class Engine:
+    """Everything the GPU thread owns, and the two loops."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, inbox: Inbox, outbox: Outbox, *, overlap: bool) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.inbox = inbox
+        self.outbox = outbox
+        self._turn = self.overlap_turn if overlap else self.serial_turn
+        self._launched: deque[tuple[Batch, Launched]] = deque()
+        self._closing = False
+        self._step_s = 0.0  # a running mean: when to expect the next end
+        self._last_end_s = 0.0
+
+    def run(self) -> None:
+        """Serve until Close. Whatever this raises is not one request's fault and ends the engine."""
+        try:
+            while not self._closing or not self.scheduler.idle:
+                self._receive(block=self.scheduler.idle)
+                self._turn()
+                self._hand_off()
+        finally:
+            self.runner.close()
+
+    def serial_turn(self) -> None:
+        """Schedule, launch, wait, commit: the baseline that the overlap must equal token for token."""
+        batch = self.scheduler.schedule()
+        if batch is not None and self._launch(batch):
+            self._commit_oldest()
+
+    def overlap_turn(self) -> None:
+        """Schedule and launch N+1, then wait for N and commit it while the device computes N+1.
+
+        Fill: the first turn commits nothing. Drain: without a new step, the last one is committed.
+        """
+        batch = self.scheduler.schedule()
+        launched = batch is not None and self._launch(batch)
+        if len(self._launched) > launched:
+            self._commit_oldest()
+
+    def _receive(self, *, block: bool) -> None:
+        """Apply every message; with nothing to do, sleep until there is one."""
+        if block:
+            self._hand_off()
+            self.inbox.wait(None)
+            self._last_end_s = time.monotonic()
+        for message in self.inbox.drain():
+            match message:
+                case Submit(submission):
+                    self.scheduler.submit(submission)
+                case Abort(request_id):
+                    self.scheduler.abort(request_id)
+                case Finish(request_id):
+                    self.scheduler.finish(request_id)
+                case Close():
+                    self._closing = True
+                    self.scheduler.abort_all()
+
+    def _launch(self, batch: Batch) -> bool:
+        try:
+            self._launched.append((batch, self.runner.launch(batch)))
+        except EngineDead:
+            raise
+        except Exception as error:
+            while self._launched:  # older steps are whole: their tokens count
+                self._commit_oldest()
+            self._fail(batch, error)
+            return False
+        return True
+
+    def _commit_oldest(self) -> None:
+        batch, launched = self._launched.popleft()
+        try:
+            self._wait(launched)
+            result = launched.result()
+        except EngineDead:
+            raise
+        except Exception as error:
+            self._drain_device()
+            self._fail(batch, error)
+            return
+        self._note_end()
+        self.scheduler.commit(result)
+
+    def _wait(self, launched: Launched) -> None:
+        """Poll between waits that let the GIL go: on the inbox until the step should be nearly done, so
+        that a message is applied at once, then in short sleeps."""
+        expected_s = self._last_end_s + EXPECTED_SHARE * self._step_s
+        while not launched.ready():
+            left_s = expected_s - time.monotonic()
+            if left_s <= 0:
+                time.sleep(POLL_S)
+            elif self.inbox.wait(left_s):
+                self._receive(block=False)
+                self._hand_off()
+
+    def _note_end(self) -> None:
+        now = time.monotonic()
+        self._step_s += 0.2 * (now - self._last_end_s - self._step_s)
+        self._last_end_s = now
+
+    def _drain_device(self) -> None:
+        """Let steps launched after a failed one run out; their results mean nothing."""
+        while self._launched:
+            _, launched = self._launched.popleft()
+            try:
+                self._wait(launched)
+                launched.result()
+            except EngineDead:
+                raise
+            except Exception as error:
+                log.info("a step launched after the failed one failed too: %s", error)
+
+    def _fail(self, batch: Batch, error: Exception) -> None:
+        log.error("step %d with %d rows failed", batch.step, batch.num_rows, exc_info=error)
+        self.scheduler.fail(StepFailed(f"step {batch.step} failed; the request can be sent again"))
+
+    def _hand_off(self) -> None:
+        self.outbox.stats = self.scheduler.stats()
+        if deltas := self.scheduler.take_deltas():
+            self.outbox.put(deltas)

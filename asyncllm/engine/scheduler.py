@@ -1,0 +1,416 @@
+"""Who computes what in the next step, and what its tokens mean: schedule() and commit().
+
+GPU thread; numpy only. It never knows tensors, text or clients.
+
+A slot or a page goes back only when its sequence is done and no step in flight names it: everything
+that ends or leaves goes through _end() and _preempt(), and both through _release().
+"""
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from ..bridge import EngineStats
+from ..errors import AsyncLLMError, InvalidRequest
+from ..types import Delta, EngineLimits, FinishReason, Submission
+from .batch import NO_TOKEN, Batch, NewRow, StepResult
+from .pages import PagePool
+from .radix import Node, RadixTree
+from .sequence import Sequence
+
+
+class Row(NamedTuple):
+    sequence: Sequence
+    start: int
+    length: int
+    wants_token: bool
+
+
+class Step:
+    """The rows of one step while they are chosen, and while it is in flight."""
+
+    def __init__(self, number: int, max_tokens: int) -> None:
+        self.number = number
+        self.budget = max_tokens
+        self.rows: list[Row] = []
+        self.new_rows: list[NewRow] = []
+        self.page_deltas: list[tuple[int, int, int]] = []
+        self.held: set[Sequence] = set()  # sit this step out, so that the next can preempt them
+
+    def add(self, sequence: Sequence, length: int) -> None:
+        wants_token = sequence.planned_len + length == sequence.device_len
+        self.rows.append(Row(sequence, sequence.planned_len, length, wants_token))
+        sequence.planned_len += length
+        sequence.num_drawing += wants_token
+        sequence.num_in_flight += 1
+        self.budget -= length
+
+    def map_pages(self, sequence: Sequence, first: int) -> None:
+        """Tell the device of the sequence's pages from column `first` on."""
+        columns = range(first, len(sequence.pages))
+        self.page_deltas += [(sequence.slot, column, sequence.pages[column]) for column in columns]
+
+    def batch(self) -> Batch:
+        return Batch(
+            step=self.number,
+            slots=np.array([row.sequence.slot for row in self.rows], np.int32),
+            starts=np.array([row.start for row in self.rows], np.int32),
+            lengths=np.array([row.length for row in self.rows], np.int32),
+            wants_token=np.array([row.wants_token for row in self.rows], np.bool_),
+            new_rows=tuple(self.new_rows),
+            page_deltas=np.array(self.page_deltas, np.int32).reshape(-1, 3),
+        )
+
+
+class Scheduler:
+    """Every sequence, page and slot of the engine."""
+
+    def __init__(
+        self, limits: EngineLimits, *, page_size: int, num_pages: int, max_step_tokens: int, prefix_cache: bool = True
+    ) -> None:
+        self.limits = limits
+        self.page_size = page_size
+        self.max_step_tokens = max_step_tokens
+        self.prefix_cache = prefix_cache
+        self.num_preemptions = 0
+        self.pool = PagePool(num_pages)
+        self.tree = RadixTree(page_size)
+        self._free_slots = list(range(limits.max_running, 0, -1))  # slot 0 is the dummy
+        self._waiting: deque[Sequence] = deque()
+        # In order of arrival: admission is first come first served, and who is preempted was the youngest
+        # and waits in front of all others, so the last one here is always the youngest.
+        self._running: dict[str, Sequence] = {}
+        self._retired: set[Sequence] = set()  # done, but named by a step in flight
+        self._live: dict[str, Sequence] = {}  # waiting and running
+        self._in_flight: deque[Step] = deque()
+        self._num_steps = 0
+        self._deltas: list[Delta] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"Scheduler(step {self._num_steps}, {len(self._running)} running, {len(self._waiting)} waiting, "
+            f"{len(self._in_flight)} in flight, {self.pool!r}, {self.tree!r})"
+        )
+
+    # -- messages --
+
+    def submit(self, submission: Submission) -> None:
+        """Queue a submission, or end it at once with the reason it cannot be served."""
+        sequence = Sequence(submission)
+        if problem := submission.problem(self.limits):
+            sequence.finish_reason = FinishReason.ERROR
+            self._deltas.append(sequence.delta((), InvalidRequest(problem.message, problem.param)))
+            return
+        assert submission.request_id not in self._live, "request ids are made by us and unique"
+        self._live[submission.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a sequence whose reader is gone. Unknown and ended ones are no news."""
+        if sequence := self._live.get(request_id):
+            self._end(sequence, FinishReason.ABORT)
+
+    def finish(self, request_id: str) -> None:
+        """End a sequence whose text met a stop string."""
+        if sequence := self._live.get(request_id):
+            self._end(sequence, FinishReason.STOP)
+
+    def abort_all(self) -> None:
+        for request_id in list(self._live):
+            self.abort(request_id)
+
+    def take_deltas(self) -> tuple[Delta, ...]:
+        deltas, self._deltas = tuple(self._deltas), []
+        return deltas
+
+    # -- one step --
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to schedule and nothing to commit."""
+        return not self._live and not self._in_flight
+
+    def schedule(self) -> Batch | None:
+        """Choose the rows of the next step; None if no sequence can go on before a commit.
+
+        Decode rows come first and always, so a running stream waits for no more than the rest of one
+        step's token budget; then prompts under way, then new ones, first come first served.
+        """
+        step = Step(self._num_steps + 1, self.max_step_tokens)
+        self._plan_decodes(step)
+        self._plan_prefills(step)
+        self._admit(step)
+        if not step.rows:
+            return None
+        self._num_steps += 1
+        self._in_flight.append(step)
+        return step.batch()
+
+    def commit(self, result: StepResult) -> None:
+        """Apply the oldest step in flight. Tokens of sequences that ended meanwhile are discarded."""
+        step = self._in_flight.popleft()
+        assert step.number == result.step, f"step {result.step} committed, {step.number} is the oldest"
+        tokens = iter(result.token_ids.tolist())
+        now = time.monotonic()
+        for row in step.rows:
+            sequence = row.sequence
+            sequence.num_in_flight -= 1
+            sequence.computed_len = row.start + row.length
+            if row.wants_token:
+                sequence.num_drawing -= 1
+                self._commit_token(sequence, next(tokens), now)
+            if sequence in self._retired and not sequence.num_in_flight:
+                self._retired.discard(sequence)
+                self._publish_and_release(sequence)
+
+    def fail(self, error: Exception) -> None:
+        """The oldest step in flight failed and the device is idle: its requests end, the others start over.
+
+        What the failed step and those after it wrote is not trusted: the tree is emptied, and every
+        survivor is computed anew from its committed tokens. A failure is rare; a wrong page is for ever.
+        """
+        failed = [row.sequence for row in self._in_flight[0].rows]
+        for step in self._in_flight:
+            for row in step.rows:
+                row.sequence.num_in_flight = row.sequence.num_drawing = 0
+        self._in_flight.clear()
+        for sequence in failed:
+            if sequence.finish_reason is None:
+                self._end(sequence, FinishReason.ERROR, error=error)
+        while self._retired:
+            self._release(self._retired.pop())
+        while self._running:
+            self._preempt(next(reversed(self._running.values())), publish=False)
+        self.pool.give(self.tree.clear())
+
+    def stats(self) -> EngineStats:
+        num_free, num_cached = self.pool.num_free, self.tree.num_evictable
+        return EngineStats(
+            step=self._num_steps,
+            active=not self.idle,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_preemptions=self.num_preemptions,
+            pages_used=self.pool.num_usable - num_free - num_cached,
+            pages_cached=num_cached,
+            pages_total=self.pool.num_usable,
+            monotonic_s=time.monotonic(),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError where an invariant does not hold. For tests; walks everything."""
+        self.tree.check()
+        free, cached = self.pool.free_pages(), [page for node in self.tree.nodes() for page in node.pages]
+        on_device = [*self._running.values(), *self._retired]
+        private = [page for sequence in on_device for page in sequence.private]
+        owned = [*free, *cached, *private]
+        assert sorted(owned) == list(range(1, self.pool.num_usable + 1)), "free + tree + private != all pages"
+        slots = self._free_slots + [sequence.slot for sequence in on_device]
+        assert sorted(slots) == list(range(1, self.limits.max_running + 1)), "a slot is lost or shared"
+        assert list(self._live.values()) and self._live or not self._running
+        in_flight = [row.sequence for step in self._in_flight for row in step.rows]
+        for sequence in on_device:
+            assert 0 <= sequence.computed_len <= sequence.planned_len <= sequence.device_len, sequence
+            assert sequence.num_in_flight == in_flight.count(sequence), sequence
+            assert sequence.private <= set(sequence.pages) and len(set(sequence.pages)) == len(sequence.pages)
+            assert len(sequence.pages) >= self._pages_for(sequence.planned_len), sequence
+        assert set(in_flight) <= set(on_device), "a step in flight names a sequence that gave its slot back"
+        if not on_device:
+            assert self.tree.num_locked == 0, "a lock outlived its sequence"
+
+    # -- choosing rows --
+
+    def _plan_decodes(self, step: Step) -> None:
+        for sequence in tuple(self._running.values()):
+            if sequence.device_len - sequence.planned_len == 1 and self._may_go_on(sequence, step):
+                if self._grow(sequence, step):
+                    step.add(sequence, 1)
+
+    def _plan_prefills(self, step: Step) -> None:
+        for sequence in tuple(self._running.values()):
+            if sequence.device_len - sequence.planned_len > 1 and self._may_go_on(sequence, step) and step.budget > 0:
+                self._share_further(sequence, step)
+                self._add_chunk(sequence, step)
+
+    def _admit(self, step: Step) -> None:
+        while self._waiting and self._free_slots and step.budget > 0 and not step.held:
+            sequence = self._waiting[0]
+            if self._pages_for(sequence.committed_len) > self.pool.num_usable:
+                self._end(sequence, FinishReason.LENGTH)  # preempted, and now longer than the whole pool
+                continue
+            if not self._place(sequence, step):
+                break
+            self._running[sequence.request_id] = self._waiting.popleft()
+            self._add_chunk(sequence, step)
+
+    def _may_go_on(self, sequence: Sequence, step: Step) -> bool:
+        return sequence.slot != 0 and sequence not in step.held and not sequence.draws_complete
+
+    def _add_chunk(self, sequence: Sequence, step: Step) -> None:
+        """As much of the prompt as the budget allows. Its full pages are matchable from now on: whoever
+        shares them reads them in this step, after all its rows have written, or in a later one."""
+        step.add(sequence, min(step.budget, sequence.device_len - sequence.planned_len))
+        self._publish(sequence, min(sequence.planned_len, sequence.committed_len))
+
+    def _place(self, sequence: Sequence, step: Step) -> bool:
+        """Give a waiting sequence a slot and pages for all it knows, if one free page stays for each row."""
+        node, pages = self._match(sequence)
+        self.tree.lock(node)
+        num_missing = self._pages_for(sequence.committed_len) - len(pages)
+        if num_missing + len(self._running) > self._num_available:
+            self.tree.unlock(node)
+            return False
+        sequence.slot, sequence.node = self._free_slots.pop(), node
+        sequence.private = set(own := self._take_pages(num_missing))
+        sequence.pages = pages + own
+        sequence.planned_len = sequence.computed_len = len(pages) * self.page_size
+        sequence.num_published = len(pages)
+        if not sequence.admitted_s:
+            sequence.admitted_s, sequence.cached_len = time.monotonic(), sequence.planned_len
+        step.new_rows.append(sequence.new_row())
+        step.map_pages(sequence, 0)
+        return True
+
+    def _grow(self, sequence: Sequence, step: Step) -> bool:
+        """See that the next position has a page; False if the row must sit this step out."""
+        if sequence.planned_len < len(sequence.pages) * self.page_size:
+            return True
+        while not self._num_available:
+            if not self._make_room(sequence, step):
+                return False
+        own = self._take_pages(1)
+        sequence.private.update(own)
+        sequence.pages += own
+        step.map_pages(sequence, len(sequence.pages) - 1)
+        return True
+
+    def _make_room(self, needy: Sequence, step: Step) -> bool:
+        """Preempt the youngest. False if that must wait for steps in flight, or there is nobody to preempt.
+
+        The youngest itself waits for a page instead: an older one finishes, or takes its pages.
+        """
+        youngest = next(reversed(self._running.values()))
+        if youngest is needy:
+            if len(self._running) == 1 and not needy.num_in_flight and not self._retired:
+                self._end(needy, FinishReason.LENGTH)  # alone, and the pool is full
+            return False
+        if youngest.num_in_flight:
+            step.held.add(youngest)
+            return False
+        self._preempt(youngest)
+        return True
+
+    # -- prefix sharing --
+
+    def _match(self, sequence: Sequence) -> tuple[Node, list[int]]:
+        """At least one token is left to compute: the first draw needs its hidden state."""
+        if not self.prefix_cache:
+            return self.tree.root, []
+        return self.tree.match(sequence.ids, (sequence.committed_len - 1) // self.page_size)
+
+    def _share_further(self, sequence: Sequence, step: Step) -> None:
+        """Before a chunk: somebody may have published what it would compute. Equal prompts that arrive
+        together are computed once, however many chunks they take."""
+        num_planned, rest = divmod(sequence.planned_len, self.page_size)
+        node, pages = self._match(sequence)
+        if rest or len(pages) <= num_planned:
+            return
+        self._move_lock(sequence, node)
+        replaced = sequence.pages[num_planned : len(pages)]  # not yet written to
+        sequence.private.difference_update(replaced)
+        self.pool.give(replaced)
+        sequence.pages[num_planned : len(pages)] = pages[num_planned:]
+        if not sequence.num_output:
+            sequence.cached_len += len(pages) * self.page_size - sequence.planned_len
+        sequence.planned_len = len(pages) * self.page_size
+        sequence.num_published = len(pages)
+        step.page_deltas += [(sequence.slot, i, pages[i]) for i in range(num_planned, len(pages))]
+
+    def _publish(self, sequence: Sequence, length: int) -> None:
+        """Offer the full pages of the first `length` tokens to the tree."""
+        num_pages = length // self.page_size
+        if not self.prefix_cache or num_pages <= sequence.num_published:
+            return
+        node, adopted = self.tree.insert(sequence.ids[: num_pages * self.page_size], sequence.pages[:num_pages])
+        self._move_lock(sequence, node)
+        sequence.private.difference_update(adopted)
+        sequence.num_published = num_pages
+
+    def _move_lock(self, sequence: Sequence, node: Node) -> None:
+        assert sequence.node is not None
+        self.tree.lock(node)
+        self.tree.unlock(sequence.node)
+        sequence.node = node
+
+    # -- endings --
+
+    def _commit_token(self, sequence: Sequence, token_id: int, now: float) -> None:
+        if sequence.finish_reason is not None:
+            return
+        if token_id == NO_TOKEN:
+            error = AsyncLLMError("the model's output for this request was not a number")
+            self._end(sequence, FinishReason.ERROR, error=error)
+            return
+        sequence.append(token_id)
+        sequence.first_token_s = sequence.first_token_s or now
+        if reason := sequence.end_reason():
+            self._end(sequence, reason, token_ids=(token_id,))
+        else:
+            self._deltas.append(sequence.delta((token_id,)))
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        token_ids: tuple[int, ...] = (),
+        error: Exception | None = None,
+    ) -> None:
+        """The one terminal delta of a sequence; its pages go back now or with its last step in flight."""
+        sequence.finish_reason = reason
+        del self._live[sequence.request_id]
+        if self._running.pop(sequence.request_id, None) is None:
+            self._waiting.remove(sequence)
+        elif sequence.num_in_flight:
+            self._retired.add(sequence)
+        else:
+            self._publish_and_release(sequence)
+        self._deltas.append(sequence.delta(token_ids, error))
+
+    def _preempt(self, sequence: Sequence, *, publish: bool = True) -> None:
+        """Take a running sequence off the device; it goes on from its committed tokens, first in the queue."""
+        assert not sequence.num_in_flight
+        if publish:
+            self._publish(sequence, min(sequence.computed_len, sequence.committed_len))
+        self._release(sequence)
+        del self._running[sequence.request_id]
+        self._waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _publish_and_release(self, sequence: Sequence) -> None:
+        if sequence.finish_reason is not FinishReason.ERROR:
+            self._publish(sequence, min(sequence.computed_len, sequence.committed_len))
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.node is not None and not sequence.num_in_flight
+        self.tree.unlock(sequence.node)
+        self.pool.give(sorted(sequence.private))
+        self._free_slots.append(sequence.slot)
+        sequence.leave_device()
+
+    # -- pages --
+
+    @property
+    def _num_available(self) -> int:
+        return self.pool.num_free + self.tree.num_evictable
+
+    def _take_pages(self, count: int) -> list[int]:
+        if (num_missing := count - self.pool.num_free) > 0:
+            self.pool.give(self.tree.evict(num_missing))
+        return self.pool.take(count)
+
+    def _pages_for(self, length: int) -> int:
+        return -(-length // self.page_size)

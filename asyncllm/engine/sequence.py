@@ -1,0 +1,131 @@
+"""One choice being generated: its tokens, its place on the device, and how far each has come.
+
+GPU thread; numpy only. It never knows the tree's or the pool's insides, nor who reads its tokens.
+
+    0          cached_len     computed_len      planned_len    committed_len    device_len
+    |--- found in ---|--- computed by ---|--- in steps ---|--- known to ---|--- drawn by steps ---|
+    |   the tree     |  committed steps  |   in flight    |   the host     |     in flight        |
+
+cached_len <= computed_len <= planned_len <= device_len, committed_len <= device_len. The next row
+starts at planned_len; it ends at device_len or, for a chunk, before. A sequence that decodes has
+planned_len == device_len - 1: the last token drawn has no KV yet.
+"""
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..types import Delta, FinishReason, Submission, Timings
+from .batch import NewRow
+from .radix import Node
+
+
+class Sequence:
+    """Mutable generation state of one submission."""
+
+    def __init__(self, submission: Submission) -> None:
+        self.submission = submission
+        self.prompt_len = len(submission.prompt_ids)
+        self._ids = np.array(submission.prompt_ids, np.int32)  # grows by doubling
+        self.committed_len = self.prompt_len
+        self.cached_len = 0  # of the first admission: what the client is told
+        self.computed_len = 0
+        self.planned_len = 0
+        self.num_drawing = 0  # tokens that steps in flight will draw
+        self.num_in_flight = 0  # steps in flight that name this sequence
+        self.slot = 0  # 0: holds none
+        self.pages: list[int] = []  # the row of the page table
+        self.private: set[int] = set()  # those of `pages` that the tree does not own
+        self.node: Node | None = None  # locked in the tree
+        self.num_published = 0  # leading pages offered to the tree
+        self.finish_reason: FinishReason | None = None
+        self.admitted_s = 0.0
+        self.first_token_s = 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id}, slot {self.slot}, prompt {self.prompt_len}, computed {self.computed_len}, "
+            f"planned {self.planned_len}, committed {self.committed_len}, in flight {self.num_in_flight}, "
+            f"{self.finish_reason or 'live'})"
+        )
+
+    @property
+    def request_id(self) -> str:
+        return self.submission.request_id
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """Every token the host knows: prompt and committed output."""
+        return self._ids[: self.committed_len]
+
+    @property
+    def device_len(self) -> int:
+        return self.committed_len + self.num_drawing
+
+    @property
+    def num_output(self) -> int:
+        return self.committed_len - self.prompt_len
+
+    @property
+    def draws_complete(self) -> bool:
+        """Whether steps in flight draw the last token that max_tokens allows."""
+        return self.device_len - self.prompt_len >= self.submission.max_tokens
+
+    def append(self, token_id: int) -> None:
+        if self.committed_len == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty(max(16, len(self._ids)), np.int32)])
+        self._ids[self.committed_len] = token_id
+        self.committed_len += 1
+
+    def end_reason(self) -> FinishReason | None:
+        """Why the last committed token ends the sequence, if it does. A stop id beats the limit."""
+        if self._ids[self.committed_len - 1] in self.submission.stop_ids:
+            return FinishReason.STOP
+        if self.num_output >= self.submission.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def new_row(self) -> NewRow:
+        """What the device tables must hold for this sequence, from committed state alone."""
+        params = self.submission.params
+        return NewRow(
+            slot=self.slot,
+            token_ids=self.ids.copy(),  # `ids` grows while the step is in flight
+            temperature=params.temperature,
+            top_k=max(0, params.top_k),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=self.submission.seed,
+            stop_ids=self.submission.stop_ids,
+            min_len=self.prompt_len + params.min_tokens,
+        )
+
+    def leave_device(self) -> None:
+        """Forget slot, pages and progress; the tokens stay. The scheduler has given them back."""
+        self.slot = self.computed_len = self.planned_len = self.num_published = 0
+        self.pages, self.private, self.node = [], set(), None
+
+    def delta(self, token_ids: tuple[int, ...], error: Exception | None = None) -> Delta:
+        """The step's output; the last one if `finish_reason` is set."""
+        last = self.finish_reason is not None
+        stop_id = int(self._ids[self.committed_len - 1]) if self.finish_reason is FinishReason.STOP else None
+        return Delta(
+            request_id=self.request_id,
+            token_ids=token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=stop_id if stop_id in self.submission.params.stop_token_ids else None,
+            error=error,
+            num_prompt_tokens=self.prompt_len,
+            num_cached_tokens=self.cached_len,
+            num_output_tokens=self.num_output,
+            timings=self._timings() if last else None,
+        )
+
+    def _timings(self) -> Timings:
+        return Timings(
+            arrival_s=self.submission.arrival_s,
+            admitted_s=self.admitted_s,
+            first_token_s=self.first_token_s,
+            finished_s=time.monotonic(),
+        )
