@@ -1,0 +1,164 @@
+"""A model's chat template: messages to the text the model was trained on.
+
+Any thread (frozen after start; long prompts in a worker thread). It never knows requests beyond their messages.
+Only the model folder's template is ever run, in jinja's sandbox; a request cannot bring its own.
+"""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from ..errors import InvalidRequest, ModelError
+from .tokenizer import Tokenizer, read_json, token_text
+
+MAX_RENDERED_CHARS = 64 << 20  # twice the largest body
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+Message = dict[str, Any]
+
+
+class ChatTemplate:
+    """One compiled template and the special tokens it may name."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
+        """Compile.
+
+        Raises:
+            ModelError: the template has a syntax error.
+        """
+        self._special_tokens = special_tokens or {}
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the model's chat template does not compile: {error}") from error
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "ChatTemplate | None":
+        """The folder's template, or None when it has none.
+
+        Raises:
+            ModelError: a template that does not compile, or a file that cannot be read.
+        """
+        folder = Path(path)
+        config = read_json(folder / "tokenizer_config.json")
+        source = _source(folder, config)
+        if source is None:
+            return None
+        texts = {name: token_text(config.get(name)) for name in _SPECIAL_TOKENS}
+        return cls(source, {name: text for name, text in texts.items() if text is not None})
+
+    def encode(self, messages: list[Message], tokenizer: Tokenizer, *, max_len: int | None = None) -> list[int]:
+        """The prompt of these messages as ids, ready for the answer.
+
+        Control tokens come from the template alone: their text inside a message stays text.
+
+        Raises:
+            InvalidRequest: the template refuses the messages (its own sentence) or cannot render them.
+            ContextTooLong: more than max_len ids.
+        """
+        try:
+            marked, mark = tokenizer.control.mark(messages)
+            rendered = self.render(marked)
+        except RecursionError:
+            raise InvalidRequest("the messages are nested too deeply", "messages") from None
+        return tokenizer.encode_rendered(rendered, mark=mark, max_len=max_len)
+
+    def render(self, messages: list[Message]) -> str:
+        """The text that the template makes of these messages, with the opening of the answer.
+
+        Raises:
+            InvalidRequest: the template refuses the messages (its own sentence) or cannot render them.
+        """
+        context: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}
+        parts: list[str] = []
+        room = MAX_RENDERED_CHARS
+        try:
+            for part in self._template.generate(messages=messages, add_generation_prompt=True, **context):
+                parts.append(part)
+                room -= len(part)
+                if room < 0:
+                    raise InvalidRequest("the chat template makes too much text of these messages", "messages")
+        except _Refusal as refusal:
+            raise InvalidRequest(str(refusal), "messages") from None
+        except (InvalidRequest, RecursionError):
+            raise
+        except Exception as error:  # whatever a template can run into: undefined names, wrong types, the sandbox
+            raise InvalidRequest(
+                f"the model's chat template cannot render these messages: {error}", "messages"
+            ) from error
+        return "".join(parts)
+
+
+class _Refusal(jinja2.TemplateError):
+    """A template's raise_exception."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, which also refuses to multiply text and lists into gigabytes (jinja offers only this hook)."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        factors = (left, right)
+        if operator == "**" or not all(isinstance(factor, int | float) for factor in factors):
+            sizes = [len(factor) if hasattr(factor, "__len__") else abs(factor) for factor in factors]
+            if operator == "**" and sizes[1] > 64 or operator == "*" and sizes[0] * sizes[1] > MAX_RENDERED_CHARS:
+                raise SecurityError(f"'{operator}' would make too large a value")
+        return super().call_binop(context, operator, left, right)
+
+
+class _GenerationTag(Extension):
+    """{% generation %} ... {% endgeneration %} marks answers for training; here it only wraps its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja's own spelling)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _raise_exception(message: Any) -> NoReturn:
+    raise _Refusal(str(message))
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As models are trained with: no HTML escapes, which jinja's own filter makes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _source(folder: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja, chat_template.json, or tokenizer_config.json's: the first there is."""
+    if (path := folder / "chat_template.jinja").is_file():
+        return path.read_text(encoding="utf-8")
+    if (source := _chosen(read_json(folder / "chat_template.json").get("chat_template"))) is not None:
+        return source
+    return _chosen(config.get("chat_template"))
+
+
+def _chosen(templates: Any) -> str | None:
+    """A template, or the default one of a list of named templates."""
+    if isinstance(templates, list):
+        named = {entry["name"]: entry["template"] for entry in templates}
+        templates = named.get("default", next(iter(named.values()), None))
+    return templates if isinstance(templates, str) else None

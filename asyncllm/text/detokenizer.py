@@ -1,0 +1,88 @@
+"""Token ids to text as they arrive, never half a character.
+
+Loop thread, one per sequence. It never knows stop strings, requests or the engine.
+
+The rule for broken text, the same streamed or not: what cannot become valid UTF-8 is U+FFFD at once;
+a tail that is the beginning of a character is held (at most 3 bytes) and, if the sequence ends there,
+is one U+FFFD at finish().
+"""
+
+from codecs import utf_8_decode
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import DecodeStream
+
+MAX_HELD_TOKENS = 16
+
+
+class Detokenizer(Protocol):
+    """Incremental text of one sequence."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these ids complete; "" while a character is open."""
+
+    def finish(self) -> str:
+        """What is still held, as it must be shown: "" or one U+FFFD."""
+
+
+class TableDetokenizer:
+    """By an id -> bytes table: 0.4 us a token, against 3 us for DecodeStream, and bounded memory."""
+
+    __slots__ = ("_table", "_tail")
+
+    def __init__(self, table: Sequence[bytes]) -> None:
+        self._table = table
+        self._tail = b""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        table = self._table
+        try:
+            data = self._tail + b"".join([table[i] for i in token_ids])
+        except IndexError:  # an id beyond the vocabulary, as padded logits could draw, spells nothing
+            data = self._tail + b"".join([table[i] for i in token_ids if i < len(table)])
+        text, used = utf_8_decode(data, "replace", False)
+        self._tail = data[used:]
+        return text
+
+    def finish(self) -> str:
+        text, _ = utf_8_decode(self._tail, "replace", True)
+        self._tail = b""
+        return text
+
+
+class StreamDetokenizer:
+    """By the library's DecodeStream, for decoders that look at more than one token (WordPiece, CTC, ...).
+
+    DecodeStream waits for ever while its text ends in U+FFFD; after MAX_HELD_TOKENS the held ids are
+    decoded as they are and a new stream begins.
+    """
+
+    __slots__ = ("_backend", "_held", "_skip", "_stream")
+
+    def __init__(self, backend: Backend, skip_special_tokens: bool) -> None:
+        self._backend = backend
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._held: list[int] = []
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        return "".join([self._step(token_id) for token_id in token_ids])
+
+    def finish(self) -> str:
+        held, self._held = self._held, []
+        return "\ufffd" if held and self._backend.decode(held, skip_special_tokens=self._skip) else ""
+
+    def _step(self, token_id: int) -> str:
+        text = self._stream.step(self._backend, token_id)
+        if text is not None:
+            self._held.clear()
+            return str(text)
+        self._held.append(token_id)
+        return self._flush() if len(self._held) > MAX_HELD_TOKENS else ""
+
+    def _flush(self) -> str:
+        held, self._held = self._held, []
+        self._stream = DecodeStream(skip_special_tokens=self._skip)
+        return str(self._backend.decode(held, skip_special_tokens=self._skip))
