@@ -1,0 +1,66 @@
+# make serve    set up, fetch the default model, serve it on 127.0.0.1:8000
+# make test     set up, then ruff, mypy and the tests
+# make model    fetch the default model into the user's cache and print its folder
+# make lint     ruff and mypy alone;  make fmt  what ruff can mend
+#
+#   make serve PORT=9000 MODEL=./folder ARGS='--no-overlap'
+
+PYTHON ?= python3
+HOST   ?= 127.0.0.1
+PORT   ?= 8000
+MODEL  ?=
+ARGS   ?=
+
+# torch goes first and pinned: a range (torch>=2.9,<2.14) takes whatever is newest where pip looks, and that may be a
+# CUDA build of gigabytes, while a pin takes the CPU build of just this version wherever pip knows of one. For another
+# build: make serve TORCH='torch==2.9.1 --index-url ...'
+TORCH  ?= torch==2.13.0
+
+VENV := .venv
+PY   := $(VENV)/bin/python
+PIP  := $(PY) -m pip --disable-pip-version-check
+
+.PHONY: serve test model lint fmt
+.DELETE_ON_ERROR:
+
+serve: $(VENV)/.installed
+	@test -n "$(MODEL)" || $(PY) -m asyncllm.hub > /dev/null
+	@exec $(PY) -m asyncllm serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+test: lint
+	@$(PY) -m asyncllm.hub > /dev/null
+	$(PY) -m pytest $(ARGS)
+
+model: $(VENV)/.installed
+	@$(PY) -m asyncllm.hub
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+fmt: $(VENV)/.dev
+	$(PY) -m ruff check --fix .
+
+# The stamps, each after the one before it. The install is editable, so only pyproject.toml makes it old.
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "make: $(PYTHON) must be Python 3.11 or newer; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || \
+	  { echo "make: $(PYTHON) cannot make a venv; Debian and Ubuntu keep that in the package python3-venv" >&2; exit 1; }
+	@touch $@
+
+# Without its dependencies, which come with the rest: so this line alone shows a bar, for the one large file.
+$(VENV)/.torch: $(VENV)/.python
+	@$(PIP) install --no-deps $(TORCH)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	@echo "installing asyncllm and what it needs: a minute or two"
+	@$(PIP) install --quiet --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	@echo "installing what the tests need: a minute"
+	@$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
