@@ -28,20 +28,25 @@ class Detokenizer(Protocol):
 
 
 class TableDetokenizer:
-    """By an id -> bytes table: 0.4 us a token, against 3 us for DecodeStream, and bounded memory."""
+    """By an id -> bytes table. Holds at most 3 bytes whatever the ids, where DecodeStream holds a run of
+    invalid ones for ever, and takes two thirds of its time (1.0 against 1.5 us a token).
+    """
 
-    __slots__ = ("_table", "_tail")
+    __slots__ = ("_num_ids", "_spell", "_tail")
 
     def __init__(self, table: Sequence[bytes]) -> None:
-        self._table = table
+        self._spell = table.__getitem__
+        self._num_ids = len(table)
         self._tail = b""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        table = self._table
         try:
-            data = self._tail + b"".join([table[i] for i in token_ids])
+            data = b"".join(map(self._spell, token_ids))
         except IndexError:  # an id beyond the vocabulary, as padded logits could draw, spells nothing
-            data = self._tail + b"".join([table[i] for i in token_ids if i < len(table)])
+            data = b"".join([self._spell(i) for i in token_ids if i < self._num_ids])
+        if not self._tail and data.isascii():
+            return data.decode()
+        data = self._tail + data
         text, used = utf_8_decode(data, "replace", False)
         self._tail = data[used:]
         return text

@@ -16,8 +16,7 @@ from .control import ControlToken, ControlTokens
 from .detokenizer import Detokenizer, StreamDetokenizer, TableDetokenizer
 from .vocabulary import Spec, token_bytes
 
-# Normalizers that never turn much text into little; NFC composes at most this many bytes into one.
-_SHRINKS_AT_MOST = {"Prepend": 1, "Replace": 1, "NFC": 4}
+_NFC_SHRINKS_AT_MOST = 4  # a composed character and the code points that made it
 
 
 class Tokenizer:
@@ -170,12 +169,17 @@ def _most_chars_a_token(spec: Spec, table: list[bytes] | None) -> int:
     """How much text one token can stand for, at most; 0 when that is not known."""
     normalizer = spec.get("normalizer")
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
-    if table is None or any(step["type"] not in _SHRINKS_AT_MOST for step in steps):
+    if table is None or not all(_keeps_length(step) for step in steps):
         return 0
-    longest = max(map(len, table))
-    for step in steps:
-        longest *= _SHRINKS_AT_MOST[step["type"]]
-    return longest
+    composes = any(step["type"] == "NFC" for step in steps)
+    return max(map(len, table)) * (_NFC_SHRINKS_AT_MOST if composes else 1)
+
+
+def _keeps_length(step: Spec) -> bool:
+    """Whether a normalizer never turns much text into little."""
+    if step["type"] == "Replace":
+        return len(step["content"]) >= len(step["pattern"].get("String", step["content"] + " "))
+    return step["type"] in ("Prepend", "NFC")
 
 
 def _tokenizer_json(folder: Path) -> str:
