@@ -28,7 +28,7 @@ class Engine:
         self.runner = runner
         self.inbox = inbox
         self.outbox = outbox
-        self._turn = self.overlap_turn if overlap else self.serial_turn
+        self._step = self.overlap_step if overlap else self.serial_step
         self._launched: deque[tuple[Batch, Launched]] = deque()
         self._closing = False
         self._step_s = 0.0  # a running mean: when to expect the next end
@@ -38,34 +38,42 @@ class Engine:
         """Serve until Close. Whatever this raises is not one request's fault and ends the engine."""
         try:
             while not self._closing or not self.scheduler.idle:
-                self._receive(block=self.scheduler.idle)
-                self._turn()
-                self._hand_off()
+                if self.scheduler.idle:
+                    self._sleep()
+                self.turn()
         finally:
             self.runner.close()
 
-    def serial_turn(self) -> None:
+    def turn(self) -> None:
+        """Take the messages, go one step on, hand off what came of it."""
+        self._receive()
+        self._step()
+        self._hand_off()
+
+    def serial_step(self) -> None:
         """Schedule, launch, wait, commit: the baseline that the overlap must equal token for token."""
         batch = self.scheduler.schedule()
         if batch is not None and self._launch(batch):
             self._commit_oldest()
 
-    def overlap_turn(self) -> None:
+    def overlap_step(self) -> None:
         """Schedule and launch N+1, then wait for N and commit it while the device computes N+1.
 
-        Fill: the first turn commits nothing. Drain: without a new step, the last one is committed.
+        Fill: the first step commits nothing. Drain: without a new step, the last one is committed.
         """
         batch = self.scheduler.schedule()
         launched = batch is not None and self._launch(batch)
         if len(self._launched) > launched:
             self._commit_oldest()
 
-    def _receive(self, *, block: bool) -> None:
-        """Apply every message; with nothing to do, sleep until there is one."""
-        if block:
-            self._hand_off()
-            self.inbox.wait(None)
-            self._last_end_s = time.monotonic()
+    def _sleep(self) -> None:
+        """Nothing to do: until there is a message."""
+        self._hand_off()
+        self.inbox.wait(None)
+        self._last_end_s = time.monotonic()
+
+    def _receive(self) -> None:
+        """Apply every message; each takes effect at this step boundary."""
         for message in self.inbox.drain():
             match message:
                 case Submit(submission):
@@ -86,7 +94,8 @@ class Engine:
         except Exception as error:
             while self._launched:  # older steps are whole: their tokens count
                 self._commit_oldest()
-            self._fail(batch, error)
+            if self.scheduler.num_in_flight:  # unless one of those failed too, and took this one with it
+                self._fail(batch, error)
             return False
         return True
 
@@ -113,7 +122,7 @@ class Engine:
             if left_s <= 0:
                 time.sleep(POLL_S)
             elif self.inbox.wait(left_s):
-                self._receive(block=False)
+                self._receive()
                 self._hand_off()
 
     def _note_end(self) -> None:

@@ -59,7 +59,8 @@ class RadixTree:
 
         A node that matches in part is split, so that a lock holds no page too many.
         """
-        node, pages = self.root, []
+        node = self.root
+        pages: list[int] = []
         now = next(self._clock)
         while len(pages) < max_pages:
             child, num_common = self._descend(node, ids, len(pages), max_pages)

@@ -82,7 +82,7 @@ class Scheduler:
         # In order of arrival: admission is first come first served, and who is preempted was the youngest
         # and waits in front of all others, so the last one here is always the youngest.
         self._running: dict[str, Sequence] = {}
-        self._retired: set[Sequence] = set()  # done, but named by a step in flight
+        self._retired: dict[Sequence, None] = {}  # done, but named by a step in flight
         self._live: dict[str, Sequence] = {}  # waiting and running
         self._in_flight: deque[Step] = deque()
         self._num_steps = 0
@@ -132,6 +132,11 @@ class Scheduler:
         """Nothing to schedule and nothing to commit."""
         return not self._live and not self._in_flight
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps scheduled and neither committed nor failed."""
+        return len(self._in_flight)
+
     def schedule(self) -> Batch | None:
         """Choose the rows of the next step; None if no sequence can go on before a commit.
 
@@ -143,6 +148,8 @@ class Scheduler:
         self._plan_prefills(step)
         self._admit(step)
         if not step.rows:
+            if self._live and not self._in_flight:
+                raise RuntimeError(f"no sequence can go on: {self!r}")  # better dead than spinning
             return None
         self._num_steps += 1
         self._in_flight.append(step)
@@ -162,7 +169,7 @@ class Scheduler:
                 sequence.num_drawing -= 1
                 self._commit_token(sequence, next(tokens), now)
             if sequence in self._retired and not sequence.num_in_flight:
-                self._retired.discard(sequence)
+                del self._retired[sequence]
                 self._publish_and_release(sequence)
 
     def fail(self, error: Exception) -> None:
@@ -180,7 +187,7 @@ class Scheduler:
             if sequence.finish_reason is None:
                 self._end(sequence, FinishReason.ERROR, error=error)
         while self._retired:
-            self._release(self._retired.pop())
+            self._release(self._retired.popitem()[0])
         while self._running:
             self._preempt(next(reversed(self._running.values())), publish=False)
         self.pool.give(self.tree.clear())
@@ -209,7 +216,7 @@ class Scheduler:
         assert sorted(owned) == list(range(1, self.pool.num_usable + 1)), "free + tree + private != all pages"
         slots = self._free_slots + [sequence.slot for sequence in on_device]
         assert sorted(slots) == list(range(1, self.limits.max_running + 1)), "a slot is lost or shared"
-        assert list(self._live.values()) and self._live or not self._running
+        assert self._live == {**self._running, **{waiting.request_id: waiting for waiting in self._waiting}}
         in_flight = [row.sequence for step in self._in_flight for row in step.rows]
         for sequence in on_device:
             assert 0 <= sequence.computed_len <= sequence.planned_len <= sequence.device_len, sequence
@@ -314,8 +321,10 @@ class Scheduler:
         """Before a chunk: somebody may have published what it would compute. Equal prompts that arrive
         together are computed once, however many chunks they take."""
         num_planned, rest = divmod(sequence.planned_len, self.page_size)
+        if rest:
+            return
         node, pages = self._match(sequence)
-        if rest or len(pages) <= num_planned:
+        if len(pages) <= num_planned:
             return
         self._move_lock(sequence, node)
         replaced = sequence.pages[num_planned : len(pages)]  # not yet written to
@@ -374,7 +383,7 @@ class Scheduler:
         if self._running.pop(sequence.request_id, None) is None:
             self._waiting.remove(sequence)
         elif sequence.num_in_flight:
-            self._retired.add(sequence)
+            self._retired[sequence] = None
         else:
             self._publish_and_release(sequence)
         self._deltas.append(sequence.delta(token_ids, error))
