@@ -1,0 +1,102 @@
+"""From a folder of safetensors to a Decoder: checks every name and shape first, then streams tensor by tensor.
+
+GPU thread, once at start. It never knows pages, batches or where the folder came from.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from ..errors import ModelError
+from . import llama, qwen3
+from .config import ModelConfig
+from .layers import Decoder, Placement
+
+BAR_BYTES = 1 << 30  # smaller models load before a bar is read
+_FAMILIES = {"llama": llama, "mistral": llama, "qwen2": llama, "qwen3": qwen3}
+
+
+def load_model(folder: str | Path, config: ModelConfig, placement: Placement) -> Decoder:
+    """Read the folder's weights.
+
+    Raises:
+        ModelError: no safetensors, or tensors missing, unexpected or of the wrong shape; they are named.
+    """
+    family = _FAMILIES[config.family]
+    with ExitStack() as stack:
+        weights = FolderWeights.open(Path(folder), stack, placement)
+        weights.check(family.tensor_shapes(config))
+        model: Decoder = family.build(config, weights, placement)
+        return model
+
+
+class FolderWeights:
+    """The tensors of a folder by name, read one at a time."""
+
+    def __init__(self, where: Mapping[str, Any], placement: Placement, bar: Any) -> None:
+        self._where = where  # name -> open safetensors file
+        self._placement = placement
+        self._bar = bar
+
+    @classmethod
+    def open(cls, folder: Path, stack: ExitStack, placement: Placement) -> "FolderWeights":
+        paths = _weight_files(folder)
+        try:
+            files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"cannot read the weights in {folder}: {error}") from error
+        where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        total = sum(path.stat().st_size for path in paths)
+        hidden = True if total < BAR_BYTES else None  # None: shown on a terminal only
+        bar = stack.enter_context(tqdm(total=len(where), desc="loading weights", unit="tensor", disable=hidden))
+        return cls(where, placement, bar)
+
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        present = {name for name in self._where if not name.endswith("rotary_emb.inv_freq")}  # old Llama files
+        if "lm_head.weight" not in expected:
+            present.discard("lm_head.weight")  # a tied head saved all the same
+        if missing := sorted(set(expected) - present):
+            raise ModelError(f"the weights lack {_some(missing)}")
+        if unexpected := sorted(present - set(expected)):
+            raise ModelError(f"the weights hold tensors this model does not have: {_some(unexpected)}")
+        for name, shape in expected.items():
+            if (found := tuple(self._where[name].get_slice(name).get_shape())) != shape:
+                raise ModelError(f"{name} has shape {found}; config.json asks for {shape}")
+
+    def __call__(self, name: str, num_rows: int | None = None) -> Tensor:
+        """One tensor, or its first rows, in the placement's dtype on its device."""
+        self._bar.update()
+        tensor: Tensor = self._where[name].get_slice(name)[:num_rows]
+        return tensor.to(self._placement.device, self._placement.dtype)
+
+    def fused(self, *names: str) -> Tensor:
+        """Several tensors stacked along their rows. One after another: the peak is one fused weight more."""
+        return torch.cat([self(name) for name in names])
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return [folder / name for name in names]
+    if (single := folder / "model.safetensors").exists():
+        return [single]
+    others = ", ".join(sorted(_foreign(folder))) or "no weight file"
+    raise ModelError(f"{folder} holds no model.safetensors ({others}); only safetensors are read")
+
+
+def _foreign(folder: Path) -> Iterator[str]:
+    for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf"):
+        yield from (path.name for path in folder.glob(pattern))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
