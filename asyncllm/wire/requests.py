@@ -1,0 +1,185 @@
+"""The bodies of chat and completions requests: bytes in, checked values out.
+
+Any thread. It never knows tokenizers, the engine or HTTP.
+
+Numbers are strict ("1" and true are none), null is absence, unknown fields are ignored, a field given
+twice counts as its last (as every JSON reader of the clients has it), known fields that are not
+served are refused by name (unserved.py).
+"""
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from ..errors import InvalidRequest
+from ..types import SamplingParams
+from .messages import Message
+from .unserved import refuse_unserved
+
+MAX_PROMPTS = 64
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+GREEDY_BELOW = 1e-5  # a temperature that makes every other token impossible, and would divide to infinity
+_MAX_TOP_K = 2**31 - 1  # larger ones are off all the same
+
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Prompt = str | list[int]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # a label: there is no padding
+
+
+class ChatRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/chat/completions, the fields that are served."""
+
+    messages: list[Message]
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None  # beats max_tokens
+    min_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+class CompletionRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/completions, the fields that are served."""
+
+    prompt: str | list[str | Int | list[Int]]
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+Request = TypeVar("Request", ChatRequest, CompletionRequest)
+_chat = msgspec.json.Decoder(ChatRequest)
+_completion = msgspec.json.Decoder(CompletionRequest)
+
+
+def decode_chat(body: bytes) -> ChatRequest:
+    """Read a chat request.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    return _decode(_chat, body)
+
+
+def decode_completion(body: bytes) -> CompletionRequest:
+    """Read a completions request.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    return _decode(_completion, body)
+
+
+def chat_params(request: ChatRequest) -> SamplingParams:
+    """How to sample the answer; without a limit it may run to the end of the context.
+
+    Raises:
+        InvalidRequest: a limit below 1, named as the client wrote it.
+    """
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (limit := getattr(request, name)) is not None and limit < 1:
+            raise InvalidRequest(f"'{name}' must be at least 1, got {limit}", name)
+    limits = (request.max_completion_tokens, request.max_tokens)
+    return _params(request, next((limit for limit in limits if limit is not None), None))
+
+
+def completion_params(request: CompletionRequest) -> SamplingParams:
+    """How to sample; without a limit 16 tokens, as OpenAI has it (or min_tokens, if that is more)."""
+    default = max(COMPLETION_MAX_TOKENS, request.min_tokens or 0)
+    return _params(request, default if request.max_tokens is None else request.max_tokens)
+
+
+def completion_prompts(request: CompletionRequest) -> list[Prompt]:
+    """The prompts of a request, each a text or token ids, at most MAX_PROMPTS.
+
+    Raises:
+        InvalidRequest: none, too many, or kinds mixed.
+    """
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [prompt]  # type: ignore[list-item]
+    if not prompt or len(kinds) > 1:
+        raise InvalidRequest("'prompt' must be a text, token ids, or a list of either", "prompt")
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"'prompt' takes at most {MAX_PROMPTS} prompts, got {len(prompt)}", "prompt")
+    for i, one in enumerate(prompt):
+        if one == []:
+            raise InvalidRequest("a prompt of no token ids has nothing to continue", f"prompt[{i}]")
+    return prompt  # type: ignore[return-value]
+
+
+def _decode(decoder: "msgspec.json.Decoder[Request]", body: bytes) -> Request:
+    try:
+        request = decoder.decode(body)
+        refuse_unserved(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    return request
+
+
+def _invalid(message: str) -> InvalidRequest:
+    """msgspec's "Expected `str`, got `int` - at `$.messages[0].role`", its path as our param."""
+    what, _, where = message.partition(" - at `$")
+    param = where.rstrip("`").removeprefix(".")
+    if what.startswith("Object missing required field"):
+        param = f"{param}.{what.split('`')[1]}".removeprefix(".")
+    return InvalidRequest(f"'{param}': {what}" if param else f"the body: {what}", param or None)
+
+
+def _params(request: ChatRequest | CompletionRequest, max_tokens: int | None) -> SamplingParams:
+    given = {name: value for name in _SHARED if (value := getattr(request, name)) is not None}
+    if 0 <= given.get("temperature", 1.0) < GREEDY_BELOW:
+        given["temperature"] = 0.0
+    if "top_k" in given:
+        given["top_k"] = min(given["top_k"], _MAX_TOP_K)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        stop=_stops(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        **given,
+    )
+
+
+_SHARED = ("min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "skip_special_tokens")
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def wants_usage(request: ChatRequest | CompletionRequest) -> tuple[bool, bool]:
+    """Whether the stream ends with a usage chunk, and whether each chunk carries usage."""
+    options: Any = request.stream_options or StreamOptions()
+    return bool(options.include_usage), bool(options.continuous_usage_stats)
