@@ -1,0 +1,72 @@
+"""What operators and tools ask: models, health, readiness, version, metrics.
+
+Loop thread. Every answer is read from what the engine last published; none asks it anything.
+"""
+
+import orjson
+from aiohttp import web
+
+from .. import __version__
+from ..errors import Draining, QueueFull
+from ..llm import AsyncLLM
+from .completions import LLM, check_model
+from .metrics import Metrics
+
+METRICS = web.AppKey("metrics", Metrics)
+
+
+async def models(request: web.Request) -> web.Response:
+    """GET /v1/models."""
+    return _json({"object": "list", "data": [_model(request.app[LLM])]})
+
+
+async def model(request: web.Request) -> web.Response:
+    """GET /v1/models/{id}; the id may hold slashes."""
+    check_model(request.app[LLM], request.match_info["id"])
+    return _json(_model(request.app[LLM]))
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health: live unless the engine has died. A long prefill or a drain is life."""
+    if (dead := request.app[LLM].dead) is not None:
+        raise dead
+    return _json({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: whether a request sent now would be taken."""
+    llm = request.app[LLM]
+    if llm.dead is not None:
+        raise llm.dead
+    if llm.draining:
+        raise Draining("the server is stopping")
+    if llm.num_live >= llm.limits.max_running + llm.limits.max_waiting:
+        raise QueueFull("the queue is full")
+    return _json({"status": "ready"})
+
+
+async def version(request: web.Request) -> web.Response:
+    """GET /version."""
+    return _json({"version": __version__})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics, in Prometheus' text format."""
+    text, content_type = request.app[METRICS].expose()
+    return web.Response(body=text, headers={"Content-Type": content_type})
+
+
+def _model(llm: AsyncLLM) -> dict[str, object]:
+    name = llm.model_name
+    return {
+        "id": name,
+        "object": "model",
+        "created": llm.created,
+        "owned_by": "asyncllm",
+        "root": name,  # vllm's benchmark client reads it
+        "max_model_len": llm.limits.max_model_len,  # LiteLLM reads it
+    }
+
+
+def _json(body: dict[str, object]) -> web.Response:
+    return web.Response(body=orjson.dumps(body), content_type="application/json")

@@ -1,0 +1,109 @@
+"""What stands before and behind every handler: body limits, request ids, and errors as OpenAI has them.
+
+Loop thread. It never knows what a route does.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from ..errors import AsyncLLMError, BodyTooLarge, InvalidRequest
+from ..wire.errors import error_body, error_reply
+from .settings import Settings
+
+log = logging.getLogger(__name__)
+
+SETTINGS = web.AppKey("settings", Settings)
+REQUEST_ID_HEADER = "X-Request-Id"
+MAX_REQUEST_ID_CHARS = 128
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole JSON body, within the server's limits of size and time.
+
+    Raises:
+        BodyTooLarge: by Content-Length before a byte is read, or while reading.
+        InvalidRequest: the body broke off or was framed wrongly.
+        web.HTTPException: 415 for another content type, 408 for a body that is too slow.
+    """
+    settings = request.app[SETTINGS]
+    _check_content_type(request)
+    if (request.content_length or 0) > settings.max_body_bytes:
+        raise _too_large(settings)
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the body did not arrive within {settings.body_timeout_s:g} s") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large(settings) from None
+    except web.RequestPayloadError:
+        raise InvalidRequest("the body could not be read: it broke off or is framed wrongly") from None
+
+
+def request_id(request: web.Request) -> str:
+    """The client's id if it is safe to repeat, else one of ours. A label for people: never a key of anything."""
+    theirs = request.headers.get(REQUEST_ID_HEADER, "")
+    is_sane = 0 < len(theirs) <= MAX_REQUEST_ID_CHARS and theirs.isascii() and theirs.isprintable()
+    return theirs if is_sane else f"req_{secrets.token_hex(12)}"
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """on_response_prepare: streams and plain answers alike pass here."""
+    response.headers.setdefault(REQUEST_ID_HEADER, request_id(request))
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every exception becomes the error object; aiohttp's own 404, 405 and 413 would be text/plain."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return _http_error(request, error)
+    except ConnectionError:  # the client left; aiohttp knows what to do
+        raise
+    except Exception as error:
+        return error_response(error)
+
+
+def error_response(error: Exception) -> web.Response:
+    """The whole answer for an error; logs it if it is a bug of ours."""
+    if not isinstance(error, AsyncLLMError):
+        log.error("unexpected error in a handler", exc_info=error)
+    status, body, headers = error_reply(error)
+    return _json(status, body, headers)
+
+
+def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamResponse:
+    if error.status < 400:
+        raise error
+    message = error.text if error.status in (408, 415) else f"{error.reason}: {request.method} {request.path[:200]}"
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    headers = {"Allow": allow} if (allow := error.headers.get("Allow")) else {}
+    code = error.reason.lower().replace(" ", "_")
+    response = _json(error.status, error_body(message or error.reason, kind, code=code), headers)
+    if error.status == 408:
+        response.force_close()  # the rest of the body may come yet, and is no request
+    return response
+
+
+def _json(status: int, body: bytes, headers: dict[str, str]) -> web.Response:
+    return web.Response(status=status, body=body, headers=headers, content_type="application/json")
+
+
+def _too_large(settings: Settings) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {settings.max_body_bytes} bytes")
+
+
+def _check_content_type(request: web.Request) -> None:
+    """JSON in UTF-8, plain. A form or text/plain is what a foreign web page can send without asking."""
+    if "Content-Encoding" in request.headers:
+        raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not supported; send the body as it is")
+    if "Content-Type" in request.headers and request.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType(text="Content-Type must be application/json")
+    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8", "us-ascii"):
+        raise web.HTTPUnsupportedMediaType(text="JSON is UTF-8; another charset is not supported")
