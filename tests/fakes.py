@@ -25,13 +25,7 @@ NextToken = Callable[[list[int], int], int]  # (the whole context, its prompt's 
 def hash_chain(vocab_size: int) -> NextToken:
     """Each token depends on every token before it, so an output shows whether its context was right."""
 
-    def next_token(context: list[int], prompt_len: int) -> int:
-        state = 17
-        for token in context:
-            state = (state * 1_000_003 + token + 1) % (2**61 - 1)
-        return state % vocab_size
-
-    return next_token
+    return lambda context, prompt_len: hash(tuple(context)) % vocab_size  # of ints: the same in every process
 
 
 def scripted(output: list[int], after: int = 0) -> NextToken:

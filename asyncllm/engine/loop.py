@@ -31,7 +31,7 @@ class Engine:
         self._step = self.overlap_step if overlap else self.serial_step
         self._launched: deque[tuple[Batch, Launched]] = deque()
         self._closing = False
-        self._step_s = 0.0  # a running mean: when to expect the next end
+        self._step_s: dict[int, float] = {}  # running mean duration, by the bit length of the token count
         self._last_end_s = 0.0
 
     def run(self) -> None:
@@ -102,7 +102,7 @@ class Engine:
     def _commit_oldest(self) -> None:
         batch, launched = self._launched.popleft()
         try:
-            self._wait(launched)
+            self._wait(batch, launched)
             result = launched.result()
         except EngineDead:
             raise
@@ -110,13 +110,14 @@ class Engine:
             self._drain_device()
             self._fail(batch, error)
             return
-        self._note_end()
+        self._note_end(batch)
         self.scheduler.commit(result)
 
-    def _wait(self, launched: Launched) -> None:
+    def _wait(self, batch: Batch, launched: Launched) -> None:
         """Poll between waits that let the GIL go: on the inbox until the step should be nearly done, so
         that a message is applied at once, then in short sleeps."""
-        expected_s = self._last_end_s + EXPECTED_SHARE * self._step_s
+        step_s = self._step_s.get(batch.num_tokens.bit_length(), 0.0)
+        expected_s = self._last_end_s + EXPECTED_SHARE * step_s
         while not launched.ready():
             left_s = expected_s - time.monotonic()
             if left_s <= 0:
@@ -125,17 +126,19 @@ class Engine:
                 self._receive()
                 self._hand_off()
 
-    def _note_end(self) -> None:
-        now = time.monotonic()
-        self._step_s += 0.2 * (now - self._last_end_s - self._step_s)
+    def _note_end(self, batch: Batch) -> None:
+        now, size = time.monotonic(), batch.num_tokens.bit_length()
+        took_s = now - self._last_end_s
+        mean_s = self._step_s.setdefault(size, took_s)
+        self._step_s[size] = mean_s + 0.2 * (took_s - mean_s)
         self._last_end_s = now
 
     def _drain_device(self) -> None:
         """Let steps launched after a failed one run out; their results mean nothing."""
         while self._launched:
-            _, launched = self._launched.popleft()
+            batch, launched = self._launched.popleft()
             try:
-                self._wait(launched)
+                self._wait(batch, launched)
                 launched.result()
             except EngineDead:
                 raise

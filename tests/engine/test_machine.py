@@ -1,0 +1,114 @@
+"""The scheduler under anything a client or a device can do, in any order, checked after every action."""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncllm.bridge import Abort, Finish
+from asyncllm.engine.batch import Batch
+from asyncllm.types import FinishReason
+
+from ..fakes import House, engine_config, hash_chain
+
+VOCAB = 3  # so small that prefixes collide all the time
+next_token = hash_chain(VOCAB)
+
+
+def naive(prompt: list[int], max_tokens: int) -> list[int]:
+    """What a model without cache, pages or batches says."""
+    context = list(prompt)
+    for _ in range(max_tokens):
+        context.append(next_token(context, len(prompt)))
+    return context[len(prompt) :]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """schedule() and commit() are separate rules, so up to two steps are in flight when things happen."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 4, 16]),
+        num_pages=st.integers(8, 40),
+        max_step_tokens=st.sampled_from([4, 9, 64]),
+        prefix_cache=st.booleans(),
+    )
+    def begin(self, page_size: int, num_pages: int, max_step_tokens: int, prefix_cache: bool) -> None:
+        config = engine_config(
+            page_size=page_size, num_pages=num_pages, max_running=4, max_step_tokens=max_step_tokens, max_model_len=64,
+            prefix_cache=prefix_cache,
+        )  # fmt: skip
+        self.house = House(config, next_token)
+        self.scheduler = self.house.scheduler
+        self.pool_tokens = config.usable_pages * page_size
+        self.asked: dict[str, tuple[list[int], int]] = {}
+        self.flying: list[tuple[Batch, object]] = []
+
+    @rule(prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), max_tokens=st.integers(1, 20))
+    def submit(self, prompt: list[int], max_tokens: int) -> None:
+        name = f"r{len(self.asked)}"
+        self.asked[name] = (prompt, max_tokens)
+        self.house.submit(name, prompt, max_tokens)
+        self.house.engine._receive()
+
+    @precondition(lambda self: len(self.flying) < 2)
+    @rule()
+    def schedule(self) -> None:
+        batch = self.scheduler.schedule() if self.scheduler._live else None
+        if batch is not None:
+            assert batch.num_tokens <= max(self.scheduler.max_step_tokens, batch.num_rows)
+            assert len(set(batch.slots.tolist())) == batch.num_rows and 0 not in batch.slots
+            self.flying.append((batch, self.house.runner.launch(batch)))
+
+    @precondition(lambda self: self.flying)
+    @rule()
+    def commit(self) -> None:
+        _, launched = self.flying.pop(0)
+        self.scheduler.commit(launched.result())
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), message=st.sampled_from([Abort, Finish]))
+    def end_one(self, data: st.DataObject, message: type[Abort] | type[Finish]) -> None:
+        """Also of requests that have ended: they are no news."""
+        name = data.draw(st.sampled_from(sorted(self.asked)))
+        self.house.inbox.put(message(name))
+        self.house.engine._receive()
+
+    @precondition(lambda self: self.flying)
+    @rule()
+    def fail(self) -> None:
+        for _, launched in self.flying:
+            launched.result()
+        self.flying.clear()
+        self.scheduler.fail(RuntimeError("fault"))
+
+    @invariant()
+    def holds(self) -> None:
+        self.scheduler.check()
+        self.house.engine._hand_off()
+        for name, (prompt, max_tokens) in self.asked.items():
+            self._check_request(name, prompt, max_tokens)
+
+    def _check_request(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        got, terminal = self.house.out.token_ids(name), self.house.out.terminal(name)
+        expected = naive(prompt, max_tokens)
+        assert got == expected[: len(got)]
+        if terminal is not None and terminal.finish_reason is FinishReason.LENGTH:
+            pool_full = len(prompt) + len(got) > self.pool_tokens - self.scheduler.page_size
+            assert got == expected or pool_full
+
+    def teardown(self) -> None:
+        if not hasattr(self, "house"):
+            return
+        for _ in range(5000):
+            while self.flying:
+                self.commit()
+            if self.scheduler.idle:
+                break
+            self.schedule()
+        self.holds()
+        assert self.scheduler.idle
+        assert all(self.house.out.terminal(name) for name in self.asked), "a request never ended"
+        assert self.scheduler.stats().pages_used == 0
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
