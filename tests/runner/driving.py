@@ -59,10 +59,17 @@ class Driver:
 
     def admit(self, slot: int, prompt_ids: Sequence[int], **sampling: Any) -> None:
         """Put a prompt into a slot with the next step()."""
-        first = (slot - 1) * self._pages_a_slot
-        self._deltas += [(slot, i, self._pages[first + i]) for i in range(self._pages_a_slot)]
-        self._new.append(new_row(slot, prompt_ids, **sampling))
+        self._deltas += [(slot, i, page) for i, page in enumerate(self.pages_of(slot))]
+        self.rewrite(slot, prompt_ids, **sampling)
         self.lengths[slot], self.outputs[slot] = 0, []
+
+    def pages_of(self, slot: int) -> list[int]:
+        first = (slot - 1) * self._pages_a_slot
+        return self._pages[first : first + self._pages_a_slot]
+
+    def rewrite(self, slot: int, token_ids: Sequence[int], **sampling: Any) -> None:
+        """Put another text into the token pool with the next step(), as a resume does."""
+        self._new.append(new_row(slot, token_ids, **sampling))
 
     def step(self, *rows: tuple[int, int, bool]) -> list[int]:
         """Compute (slot, length, wants_token) rows; returns and records the drawn tokens."""
