@@ -62,7 +62,7 @@ async def serving(config: Config) -> AsyncIterator[AsyncLLM]:
     tokenizer, template = await asyncio.to_thread(_load_words, folder)
     engine_config, limits = _decide(config, folder, tokenizer)
     log.info("%s", engine_config)
-    name = config.served_model_name or config.model or folder.name
+    name = config.served_model_name or (config.model if _is_hub_id(config.model) else folder.name)
     async with running(
         lambda: _make_runner(folder, engine_config, limits),
         engine_config,
@@ -135,6 +135,10 @@ class GpuThread:
         except BaseException as error:
             log.critical("the engine has died: %r", error, exc_info=error)
             self._on_death(EngineDead("the engine has died; the server must be restarted"))
+
+
+def _is_hub_id(model: str | None) -> bool:
+    return model is not None and not Path(model).exists()
 
 
 def _load_words(folder: Path) -> tuple[Tokenizer, ChatTemplate | None]:
