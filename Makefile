@@ -25,7 +25,7 @@ PIP  := $(PY) -m pip --disable-pip-version-check
 
 serve: $(VENV)/.installed
 	@test -n "$(MODEL)" || $(PY) -m asyncllm.hub > /dev/null
-	@exec $(PY) -m asyncllm serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+	@exec $(PY) -m asyncllm serve $(if $(MODEL),"$(MODEL)") --host $(HOST) --port $(PORT) $(ARGS)
 
 test: lint
 	@$(PY) -m asyncllm.hub > /dev/null
