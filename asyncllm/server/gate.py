@@ -54,7 +54,8 @@ def request_id(request: web.Request) -> str:
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """on_response_prepare: streams and plain answers alike pass here."""
-    response.headers.setdefault(REQUEST_ID_HEADER, request_id(request))
+    response.headers[REQUEST_ID_HEADER] = request_id(request)
+    response.headers["Server"] = "asyncllm"  # aiohttp's default tells every version there is
 
 
 @web.middleware

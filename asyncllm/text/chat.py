@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InvalidRequest, ModelError
 from .tokenizer import Tokenizer, read_json, token_text
@@ -106,12 +107,16 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**"))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        factors = (left, right)
-        if operator == "**" or not all(isinstance(factor, int | float) for factor in factors):
-            sizes = [len(factor) if hasattr(factor, "__len__") else abs(factor) for factor in factors]
-            if operator == "**" and sizes[1] > 64 or operator == "*" and sizes[0] * sizes[1] > MAX_RENDERED_CHARS:
-                raise SecurityError(f"'{operator}' would make too large a value")
+        is_number = isinstance(left, int | float) and isinstance(right, int | float)
+        if operator == "**" and not (is_number and abs(right) <= 64):
+            raise SecurityError("the power would be too large a number")
+        if operator == "*" and not is_number and _size(left) * _size(right) > MAX_RENDERED_CHARS:
+            raise SecurityError("the product would be too long")
         return super().call_binop(context, operator, left, right)
+
+
+def _size(factor: Any) -> int:
+    return factor if isinstance(factor, int) else len(factor)
 
 
 class _GenerationTag(Extension):
