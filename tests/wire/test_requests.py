@@ -1,0 +1,316 @@
+"""Request bodies: what is served maps, what is not is refused by name, what is wrong is named."""
+
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import ChatCompletionStreamOptionsParam
+from openai.types.chat import completion_create_params as chat_create_params
+
+from asyncllm.errors import InvalidRequest
+from asyncllm.types import SamplingParams
+from asyncllm.wire import requests
+from asyncllm.wire.messages import template_messages
+from asyncllm.wire.requests import ChatRequest, CompletionRequest, StreamOptions
+from asyncllm.wire.unserved import LABELS, UNSERVED
+
+HI = [{"role": "user", "content": "hi"}]
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return requests.decode_chat(msgspec.json.encode({"messages": HI} | fields))
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return requests.decode_completion(msgspec.json.encode({"prompt": "x"} | fields))
+
+
+def refusal(call: Any, *args: Any, **kwargs: Any) -> tuple[str | None, str]:
+    with pytest.raises(InvalidRequest) as caught:
+        call(*args, **kwargs)
+    assert caught.value.status == 400
+    return caught.value.param, str(caught.value)
+
+
+def openai_fields(*param_types: Any) -> set[str]:
+    return {name for kind in param_types for name in typing.get_type_hints(kind)}
+
+
+# -- the whole of OpenAI's reference --
+
+
+@pytest.mark.parametrize(
+    ("struct", "params"),
+    [
+        (ChatRequest, chat_create_params.CompletionCreateParamsStreaming),
+        (ChatRequest, chat_create_params.CompletionCreateParamsNonStreaming),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsStreaming),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsNonStreaming),
+    ],
+)
+def test_every_field_of_openai_is_served_a_label_or_refused(struct: Any, params: Any) -> None:
+    known = set(struct.__struct_fields__) | LABELS | set(UNSERVED)
+    assert openai_fields(params) - known == set()
+
+
+def test_every_stream_option_of_openai_is_known() -> None:
+    assert openai_fields(ChatCompletionStreamOptionsParam) <= set(StreamOptions.__struct_fields__)
+
+
+def test_nothing_is_both_served_and_refused() -> None:
+    served = set(ChatRequest.__struct_fields__) | set(CompletionRequest.__struct_fields__)
+    assert not served & set(UNSERVED)
+    assert not served & LABELS
+    assert not LABELS & set(UNSERVED)
+
+
+@pytest.mark.parametrize("name", sorted(UNSERVED))
+def test_an_unserved_field_is_refused_by_name(name: str) -> None:
+    value = {"asks": "for something"}
+    for decode in (chat, completion):
+        param, message = refusal(decode, **{name: value})
+        assert param == name
+        assert f"'{name}'" in message
+
+
+@pytest.mark.parametrize("name", sorted(UNSERVED))
+def test_a_value_that_asks_for_nothing_is_accepted(name: str) -> None:
+    for value in (None, "", [], {}, *UNSERVED[name]):
+        chat(**{name: value})
+        completion(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2), ("n", True), ("n", 0), ("n", "1"), ("n", 10**18), ("best_of", 3), ("logprobs", True), ("logprobs", 0),
+        ("logprobs", 5), ("top_logprobs", 1), ("top_logprobs", False), ("presence_penalty", 2),
+        ("tool_choice", "required"),        ("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}), ("modalities", ["audio"]),
+        ("logit_bias", {"-1": 100}), ("echo", True), ("suffix", "x"), ("repetition_penalty", 1.1),
+        ("chat_template", "{{ 1 }}"), ("chat_template_kwargs", {"enable_thinking": False}), ("reasoning_effort", "low"),
+        ("add_generation_prompt", False), ("verbosity", "high"), ("frequency_penalty", -0.5),
+    ],
+)  # fmt: skip
+def test_values_that_ask_for_something(name: str, value: Any) -> None:
+    assert refusal(chat, **{name: value})[0] == name
+
+
+def test_neutral_numbers_may_be_floats() -> None:
+    chat(n=1.0, presence_penalty=0.0, frequency_penalty=-0.0, repetition_penalty=1.0)
+
+
+def test_labels_and_unknown_fields_change_nothing() -> None:
+    labelled = chat(**dict.fromkeys(LABELS, "x"), foo=1, reasoning={"effort": "high"})
+    assert requests.chat_params(labelled) == requests.chat_params(chat())
+
+
+# -- what is served --
+
+
+def test_every_served_field_reaches_sampling_params() -> None:
+    fields: dict[str, Any] = {
+        "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "stop": ["a", "b"],
+        "stop_token_ids": [3], "ignore_eos": True, "skip_special_tokens": False, "max_tokens": 9,
+    }  # fmt: skip
+    expected = SamplingParams(**(fields | {"stop": ("a", "b"), "stop_token_ids": (3,)}))
+    assert requests.chat_params(chat(**fields)) == expected
+    assert requests.completion_params(completion(**fields)) == expected
+
+
+def test_null_is_absence() -> None:
+    optional = [name for name in ChatRequest.__struct_fields__ if name != "messages"]
+    assert chat(**dict.fromkeys(optional)) == chat()
+    optional = [name for name in CompletionRequest.__struct_fields__ if name != "prompt"]
+    assert completion(**dict.fromkeys(optional)) == completion()
+
+
+def test_limits_of_tokens() -> None:
+    assert requests.chat_params(chat()).max_tokens is None
+    assert requests.completion_params(completion()).max_tokens == 16
+    assert requests.completion_params(completion(min_tokens=20)).max_tokens == 20
+    assert requests.chat_params(chat(max_tokens=32, max_completion_tokens=1)).max_tokens == 1
+    assert requests.chat_params(chat(max_tokens=32)).max_tokens == 32
+    assert refusal(requests.chat_params, chat(max_completion_tokens=0))[0] == "max_completion_tokens"
+    assert refusal(requests.chat_params, chat(max_tokens=-1))[0] == "max_tokens"
+
+
+@pytest.mark.parametrize("temperature", [0, -0.0, 1e-45, 1e-8])
+def test_a_temperature_of_nearly_nothing_is_greedy(temperature: float) -> None:
+    params = requests.chat_params(chat(temperature=temperature))
+    assert str(params.temperature) == "0.0"
+
+
+def test_stops() -> None:
+    assert requests.chat_params(chat(stop="a")).stop == ("a",)
+    assert requests.chat_params(chat(stop=[])).stop == ()
+
+
+def test_stream_options() -> None:
+    assert requests.wants_usage(chat()) == (False, False)
+    assert requests.wants_usage(chat(stream_options={"include_usage": False, "x": 1})) == (False, False)
+    assert requests.wants_usage(chat(stream_options={"include_usage": True, "include_obfuscation": True})) == (
+        True,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]), ("", [""]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a"] * 64, ["a"] * 64),
+    ],
+)  # fmt: skip
+def test_prompts(prompt: Any, expected: list[Any]) -> None:
+    assert requests.completion_prompts(completion(prompt=prompt)) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [([], "prompt"), ([[]], "prompt[0]"), ([[1], []], "prompt[1]"), (["a", 1], "prompt"), (["a"] * 65, "prompt")],
+)
+def test_prompts_that_are_none(prompt: Any, param: str) -> None:
+    assert refusal(requests.completion_prompts, completion(prompt=prompt))[0] == param
+
+
+# -- what is wrong --
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "0.7"}, "temperature"), ({"temperature": True}, "temperature"), ({"top_k": 1.5}, "top_k"),
+        ({"top_k": 2**63}, "top_k"), ({"seed": 10**30}, "seed"), ({"seed": "100"}, "seed"),
+        ({"stream": "yes"}, "stream"),        ({"stop": [1]}, "stop[0]"), ({"model": 5}, "model"), ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [2**64]}, "stop_token_ids[0]"), ({"max_tokens": 1.5}, "max_tokens"),
+        ({"messages": None}, "messages"), ({"messages": [{}]}, "messages[0].role"),
+        ({"messages": [*HI, {"role": 7}]}, "messages[1].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+        ({"stream_options": {"include_usage": "x"}}, "stream_options.include_usage"),
+    ],
+)  # fmt: skip
+def test_a_wrong_type_is_named(fields: dict[str, Any], param: str) -> None:
+    assert refusal(chat, **fields)[0] == param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [(None, "prompt"), (5, "prompt"), ([1.5], "prompt[0]"), ([True], "prompt[0]"), ([2**63], "prompt[0]"),
+     ([[1], [2**64]], "prompt[1][0]"), ([None], "prompt[0]"), ({}, "prompt")],
+)  # fmt: skip
+def test_a_prompt_of_a_wrong_type_is_named(prompt: Any, param: str) -> None:
+    assert refusal(completion, prompt=prompt)[0] == param
+
+
+def test_a_missing_field_is_named() -> None:
+    assert refusal(requests.decode_chat, b"{}")[0] == "messages"
+    assert refusal(requests.decode_completion, b"{}")[0] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{bad", b"[]", b"null", b'"x"', b'{"model":', b'\xef\xbb\xbf{"messages":[]}', b'{"messages":[]} x',
+        '{"messages":[]}'.encode("utf-16"), b'{"messages":[{"role":"user","content":"\xff"}]}',
+        b'{"messages":[{"role":"user","content":"\\ud800"}]}', b'{"messages":[],"top_p":NaN}',
+        b'{"messages":[],"top_p":Infinity}', b'{"messages":[],"top_p":-Infinity}', b'{"messages":[],"top_p":1e999}',
+        b'{"messages":[],"seed":' + b"9" * 5000 + b"}", b'{"messages":[],"tools":[1,,2]}',
+        b'{"messages":[],"tools":"\xff"}', b'{"messages":[],"x":' + DEEP + b"}",
+        b'{"messages":[],"tools":' + DEEP + b"}",        b'{"messages":[{"role":"user","content":' + DEEP + b"}]}", DEEP,
+    ],
+)  # fmt: skip
+def test_broken_bodies_are_the_clients_fault(body: bytes) -> None:
+    refusal(requests.decode_chat, body)
+
+
+def test_of_a_field_given_twice_the_last_counts() -> None:
+    assert requests.decode_completion(b'{"prompt":"a","prompt":"b"}').prompt == "b"
+
+
+# -- messages --
+
+
+def read(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    return template_messages(chat(messages=list(messages)).messages)
+
+
+def test_roles_and_their_words() -> None:
+    given = [{"role": role, "content": role} for role in ("system", "developer", "user", "assistant", "tool")]
+    assert [message["role"] for message in read(*given)] == ["system", "system", "user", "assistant", "tool"]
+    assert [message["content"] for message in read(*given)] == [message["content"] for message in given]
+
+
+@pytest.mark.parametrize("role", ["User", "SYSTEM", "assistent", "", "function"])
+def test_an_unknown_role_is_named(role: str) -> None:
+    param, message = refusal(read, *HI, {"role": role, "content": "x"})
+    assert param == "messages[1].role"
+    assert "assistant" in message
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_text_parts_are_joined_by_a_line_feed(role: str) -> None:
+    parts = [{"type": "text", "text": "ALPHA"}, {"type": "text", "text": "BETA"}]
+    assert read({"role": role, "content": parts}) == read({"role": role, "content": "ALPHA\nBETA"})
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"type": "image_url", "image_url": {"url": "http://x"}}, {"type": "text"}, {"type": "bogus", "text": "x"},
+     {"type": "refusal", "refusal": "no"}, {"type": "text", "text": None}, {"type": "input_audio"}],
+)  # fmt: skip
+def test_a_part_that_is_no_text_is_named(part: dict[str, Any]) -> None:
+    param, _ = refusal(read, *HI, {"role": "user", "content": [{"type": "text", "text": "x"}, part]})
+    assert param == "messages[1].content[1]"
+
+
+def test_empty_content_is_content() -> None:
+    assert read({"role": "user", "content": ""})[0]["content"] == ""
+    assert read({"role": "user", "content": []})[0]["content"] == ""
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_content_may_be_null_only_beside_tool_calls(role: str) -> None:
+    assert refusal(read, {"role": role, "content": None})[0] == "messages[0].content"
+    assert refusal(read, {"role": role})[0] == "messages[0].content"
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}])
+@pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
+def test_tool_calls_pass_to_the_template(content: dict[str, Any], arguments: Any) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    history = [*HI, {"role": "assistant", "tool_calls": [call], **content}]
+    history += [{"role": "tool", "tool_call_id": "c1", "content": "sunny"}]
+    _, assistant, tool = read(*history)
+    function = {"name": "weather", "arguments": {"city": "Paris"}}
+    assert assistant["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
+    assert (assistant["content"], tool["tool_call_id"], tool["content"]) == ("", "c1", "sunny")
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [("{broken", "{broken"), ("", {}), (None, {}), ("{}", {})])
+def test_arguments_a_model_got_wrong_stay_as_they_were(arguments: Any, expected: Any) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    [message] = read({"role": "assistant", "content": "x", "tool_calls": [call]})
+    assert message["tool_calls"][0]["function"]["arguments"] == expected
+
+
+def test_what_a_message_may_not_bring() -> None:
+    assert refusal(read)[0] == "messages"
+    assert refusal(read, {"role": "assistant", "content": "x", "audio": {"id": "a"}})[0] == "messages[0].audio"
+    function_call = {"name": "f", "arguments": "{}"}
+    message = {"role": "assistant", "content": "x", "function_call": function_call}
+    assert refusal(read, message)[0] == "messages[0].function_call"
+    call = {"function": {"name": "f"}}
+    assert refusal(read, {"role": "user", "content": "x", "tool_calls": [call]})[0] == "messages[0].tool_calls"
+    assert read({"role": "assistant", "content": "x", "audio": None, "tool_calls": []})[0]["content"] == "x"
+
+
+def test_a_refusal_and_reasoning_are_kept() -> None:
+    assert read({"role": "assistant", "refusal": "no"})[0]["content"] == "no"
+    part = {"type": "refusal", "refusal": "no"}
+    assert read({"role": "assistant", "content": [part]})[0]["content"] == "no"
+    [message] = read({"role": "assistant", "content": "x", "reasoning_content": "why", "name": "Bob"})
+    assert (message["reasoning_content"], message["name"]) == ("why", "Bob")
