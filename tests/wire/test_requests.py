@@ -88,7 +88,8 @@ def test_a_value_that_asks_for_nothing_is_accepted(name: str) -> None:
     [
         ("n", 2), ("n", True), ("n", 0), ("n", "1"), ("n", 10**18), ("best_of", 3), ("logprobs", True), ("logprobs", 0),
         ("logprobs", 5), ("top_logprobs", 1), ("top_logprobs", False), ("presence_penalty", 2),
-        ("tool_choice", "required"),        ("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}), ("modalities", ["audio"]),
+        ("tool_choice", "required"),
+        ("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}), ("modalities", ["audio"]),
         ("logit_bias", {"-1": 100}), ("echo", True), ("suffix", "x"), ("repetition_penalty", 1.1),
         ("chat_template", "{{ 1 }}"), ("chat_template_kwargs", {"enable_thinking": False}), ("reasoning_effort", "low"),
         ("add_generation_prompt", False), ("verbosity", "high"), ("frequency_penalty", -0.5),
@@ -184,7 +185,8 @@ def test_prompts_that_are_none(prompt: Any, param: str) -> None:
     [
         ({"temperature": "0.7"}, "temperature"), ({"temperature": True}, "temperature"), ({"top_k": 1.5}, "top_k"),
         ({"top_k": 2**63}, "top_k"), ({"seed": 10**30}, "seed"), ({"seed": "100"}, "seed"),
-        ({"stream": "yes"}, "stream"),        ({"stop": [1]}, "stop[0]"), ({"model": 5}, "model"), ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
+        ({"stream": "yes"}, "stream"),
+        ({"stop": [1]}, "stop[0]"), ({"model": 5}, "model"), ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
         ({"stop_token_ids": [2**64]}, "stop_token_ids[0]"), ({"max_tokens": 1.5}, "max_tokens"),
         ({"messages": None}, "messages"), ({"messages": [{}]}, "messages[0].role"),
         ({"messages": [*HI, {"role": 7}]}, "messages[1].role"),
@@ -220,7 +222,8 @@ def test_a_missing_field_is_named() -> None:
         b'{"messages":[],"top_p":Infinity}', b'{"messages":[],"top_p":-Infinity}', b'{"messages":[],"top_p":1e999}',
         b'{"messages":[],"seed":' + b"9" * 5000 + b"}", b'{"messages":[],"tools":[1,,2]}',
         b'{"messages":[],"tools":"\xff"}', b'{"messages":[],"x":' + DEEP + b"}",
-        b'{"messages":[],"tools":' + DEEP + b"}",        b'{"messages":[{"role":"user","content":' + DEEP + b"}]}", DEEP,
+        b'{"messages":[],"tools":' + DEEP + b"}",
+        b'{"messages":[{"role":"user","content":' + DEEP + b"}]}", DEEP,
     ],
 )  # fmt: skip
 def test_broken_bodies_are_the_clients_fault(body: bytes) -> None:
