@@ -10,17 +10,18 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .build import load, start
+    from .client import AsyncClient
     from .config import Config
     from .llm import LLM, AsyncLLM
     from .types import Completion, Delta, FinishReason, SamplingParams
 
 _HOMES = {
-    "start": "build", "load": "build", "Config": "config", "AsyncLLM": "llm", "LLM": "llm",
+    "start": "build", "load": "build", "AsyncClient": "client", "Config": "config", "AsyncLLM": "llm", "LLM": "llm",
     "Completion": "types", "Delta": "types", "FinishReason": "types", "SamplingParams": "types",
 }  # fmt: skip
 
 __all__ = [
-    "LLM", "AsyncLLM", "Completion", "Config", "Delta", "FinishReason", "SamplingParams", "load", "start",
+    "LLM", "AsyncClient", "AsyncLLM", "Completion", "Config", "Delta", "FinishReason", "SamplingParams", "load", "start",
 ]  # fmt: skip
 
 

@@ -1,0 +1,34 @@
+"""The client's public names. No torch, no engine: importing this costs what aiohttp costs."""
+
+from .accumulate import ChatEvent, MessageStream
+from .client import AsyncClient
+from .errors import (
+    APIConnectionError,
+    APIError,
+    APIResponseValidationError,
+    APIStatusError,
+    APITimeoutError,
+    AuthenticationError,
+    BadRequestError,
+    ConflictError,
+    InternalServerError,
+    NotFoundError,
+    PermissionDeniedError,
+    RateLimitError,
+    ReplyTooLargeError,
+    StreamTruncatedError,
+    UnprocessableEntityError,
+    WebSocketClosedError,
+    WebSocketQueueFullError,
+)
+from .http import Retries, Timeout
+from .stream import Stream
+from .websocket import Lane, Limits, Session
+
+__all__ = [
+    "APIConnectionError", "APIError", "APIResponseValidationError", "APIStatusError", "APITimeoutError",
+    "AsyncClient", "AuthenticationError", "BadRequestError", "ChatEvent", "ConflictError", "InternalServerError",
+    "Lane", "Limits", "MessageStream", "NotFoundError", "PermissionDeniedError", "RateLimitError",
+    "ReplyTooLargeError", "Retries", "Session", "Stream", "StreamTruncatedError", "Timeout",
+    "UnprocessableEntityError", "WebSocketClosedError", "WebSocketQueueFullError",
+]  # fmt: skip
