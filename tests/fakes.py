@@ -178,8 +178,10 @@ def submission(request_id: str, prompt_ids: list[int], max_tokens: int = 8, **ch
 class House:
     """Scheduler, ScriptedRunner and loop in the test's own thread: one turn at a time, checked after each."""
 
-    def __init__(self, config: EngineConfig, next_token: NextToken | None = None, runner: Any = None) -> None:
-        self.limits = limits_for(config)
+    def __init__(
+        self, config: EngineConfig, next_token: NextToken | None = None, runner: Any = None, vocab_size: int = 512
+    ) -> None:
+        self.limits = limits_for(config, vocab_size)
         self.runner = runner or ScriptedRunner(config, self.limits, next_token)
         self.inbox, self.out = Inbox(1000), Deltas()
         self.scheduler = Scheduler(

@@ -32,7 +32,7 @@ class Engine:
         self._launched: deque[tuple[Batch, Launched]] = deque()
         self._closing = False
         self._step_s: dict[int, float] = {}  # running mean duration, by the bit length of the token count
-        self._last_end_s = 0.0
+        self._last_end_s = time.monotonic()
 
     def run(self) -> None:
         """Serve until Close. Whatever this raises is not one request's fault and ends the engine."""

@@ -65,8 +65,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return await handler(request)
     except web.HTTPException as error:
         return _http_error(request, error)
-    except ConnectionError:  # the client left; aiohttp knows what to do
-        raise
+    except ConnectionError:
+        # The client left. Raised on, aiohttp would log it as an error of ours; this answer, nginx's number for
+        # it, finds the connection closed and goes nowhere.
+        return web.Response(status=499)
     except Exception as error:
         return error_response(error)
 

@@ -7,8 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncllm.bridge import Abort, Finish
 from asyncllm.engine.batch import Batch
 from asyncllm.types import FinishReason
-
-from ..fakes import House, engine_config, hash_chain
+from tests.fakes import House, engine_config, hash_chain
 
 VOCAB = 3  # so small that prefixes collide all the time
 next_token = hash_chain(VOCAB)

@@ -2,17 +2,15 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from asyncllm.device.cpu import CpuDevice
 from asyncllm.engine.batch import NO_TOKEN
 from asyncllm.runner.runner import ModelRunner, build_runner
+from tests.manual_device import ManualDevice
 from tests.runner.driving import Driver, engine_config, make_batch, new_row
 from tests.tiny import EOS_ID, make_checkpoint, num_tokens
 
@@ -70,8 +68,7 @@ def test_a_used_slot_and_its_pages_start_afresh(folder: Path) -> None:
     """NaN everywhere but in page 0, in pages and beyond the text in the pool, stands for all that could be stale."""
     runner, driver = runner_of(folder)
     with torch.inference_mode():
-        for pages in runner._tables.pages:
-            pages[1:] = math.nan
+        runner._tables.kv[:, 1:] = math.nan
         runner._tables.token_pool.fill_(10**8)
     assert driver.generate(1, PROMPTS[1], 24, chunk=9, **SAMPLING[1]) == alone(folder, 1)
     assert driver.generate(1, PROMPTS[2], 24, **SAMPLING[2]) == alone(folder, 2)
@@ -100,8 +97,7 @@ def test_a_row_of_nan_ends_alone(folder: Path) -> None:
     driver.admit(2, PROMPTS[3], **SAMPLING[3])
     driver.step((1, 3, True), (2, 5, True))
     with torch.inference_mode():
-        for pages in runner._tables.pages:
-            pages[driver.pages_of(1)] = math.nan
+        runner._tables.kv[:, driver.pages_of(1)] = math.nan
     for _ in range(23):
         assert driver.step((1, 1, True), (2, 1, True))[0] == NO_TOKEN
     assert driver.outputs[2] == alone(folder, 3)
@@ -124,57 +120,9 @@ def test_results_keep_the_order_of_the_rows_that_want_one(folder: Path) -> None:
 # -- a device that is late --
 
 
-class LatePending:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor  # read when asked, as a copy that has not run yet
-
-    def ready(self) -> bool:
-        return False
-
-    def numpy(self) -> Any:
-        return self._tensor.numpy().copy()
-
-
-class LateStaging:
-    """Views hold garbage until send(); the entry is overwritten when the ring comes round."""
-
-    def __init__(self) -> None:
-        self._puts: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def put(self, array: np.ndarray) -> torch.Tensor:
-        view = torch.full(array.shape, 2**62)
-        self._puts.append((view, torch.from_numpy(array.astype(np.int64))))
-        return view
-
-    def send(self) -> None:
-        for view, array in self._puts:
-            view.copy_(array)
-
-    def spoil(self) -> None:
-        for view, _ in self._puts:
-            view.fill_(2**62)
-
-
-class LateDevice(CpuDevice):
-    def __init__(self) -> None:
-        self._ring: list[LateStaging] = []
-
-    def staging(self) -> LateStaging:  # type: ignore[override]
-        self._ring.append(LateStaging())
-        if len(self._ring) > 2:
-            self._ring.pop(0).spoil()
-        return self._ring[-1]
-
-    def compute(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def fetch(self, tensor: torch.Tensor) -> LatePending:  # type: ignore[override]
-        return LatePending(tensor)
-
-
 def test_results_survive_the_launches_after_them(folder: Path) -> None:
     """Overlap: step N is read when N+1 and N+2 have been launched, its tokens having fed N+1 on the device."""
-    runner, driver = runner_of(folder, LateDevice())
+    runner, driver = runner_of(folder, ManualDevice())
     length = len(PROMPTS[2])
     deltas = [(1, i, i + 1) for i in range(8)]
     launched = [runner.launch(make_batch(0, [(1, 0, length, True)], [new_row(1, PROMPTS[2], **SAMPLING[2])], deltas))]
