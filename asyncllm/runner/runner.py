@@ -83,7 +83,6 @@ class ModelRunner:
 
     def close(self) -> None:
         self._device.synchronize()
-        self._tables.pages.clear()
 
     def _stage(self, batch: Batch, put: Put) -> _Step:
         rows = Rows.of(*(column.astype(np.int64) for column in (batch.slots, batch.starts, batch.lengths)))
@@ -157,7 +156,7 @@ def build_runner(
         model = load_model(folder, model_config, _placement(device, dtype, limit, config.max_model_len + 1))
         kv_shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
         tables = Tables(device, config, kv_shape, dtype)
-    attention = SdpaAttention(tables.pages, model_config.windows, tables.max_pages)
+    attention = SdpaAttention(tables.kv, model_config.windows, tables.max_pages)
     return ModelRunner(model, device, tables, attention, limit)
 
 

@@ -36,13 +36,12 @@ class Tables:
         self.token_pool = device.zeros((num_slots, self.max_len), torch.int32)
         self.page_table = device.zeros((num_slots, self.max_pages), torch.int64)
         self.outputs = device.zeros((OUTPUT_RING, config.max_running), torch.int32)
-        page_shape = (config.num_pages, 2, num_kv_heads, config.page_size, head_dim)
-        # zeros, not empty: on a CPU untouched zero pages cost nothing, and page 0 must hold no NaN.
-        self.pages = [device.zeros(page_shape, dtype) for _ in range(num_layers)]  # HND
+        # HND. Zeros, not empty: on a CPU untouched zero pages cost nothing, and page 0 must hold no NaN.
+        self.kv = device.zeros((num_layers, config.num_pages, 2, num_kv_heads, config.page_size, head_dim), dtype)
 
     def __repr__(self) -> str:
         slots, columns = self.page_table.shape
-        return f"Tables({slots} slots, {columns} pages a slot, {len(self.pages[0])} pages in {len(self.pages)} layers)"
+        return f"Tables({slots} slots, {columns} pages a slot, {self.kv.shape[1]} pages in {len(self.kv)} layers)"
 
 
 class Deltas(NamedTuple):

@@ -40,7 +40,9 @@ class World:
         return torch.randn(length, heads, HEAD_DIM, generator=self.generator, dtype=torch.float64).to(self.dtype)
 
     def fill(self, row: int, until: int) -> None:
-        """Write positions 0 .. until - 1 as earlier steps would have."""
+        """Write positions 0 .. until - 1 as earlier steps would have: the rest of a page begun is zero."""
+        if until % self.page_size:
+            self.pages[self.table[row + 1, until // self.page_size]] = 0
         for position in range(until):
             page, offset = int(self.table[row + 1, position // self.page_size]), position % self.page_size
             self.pages[page, 0, :, offset] = self.k[row][position]
@@ -49,7 +51,7 @@ class World:
     def run(self, rows: list[tuple[int, int, int]], q: torch.Tensor, window: int | None) -> torch.Tensor:
         """rows of (row, start, length), in batch order."""
         columns = np.array([(row + 1, start, length) for row, start, length in rows], np.int64).T
-        attention = SdpaAttention([self.pages], [window], self.max_pages)
+        attention = SdpaAttention(self.pages[None], [window], self.max_pages)
         plan = attention.plan(Rows.of(*columns), torch.from_numpy).bind(self.table)
         k, v = (torch.cat([kv[row][start : start + n] for row, start, n in rows]) for kv in (self.k, self.v))
         return plan.run(0, q, k, v)
@@ -120,7 +122,7 @@ def test_two_plans_may_be_in_flight() -> None:
     world = World(4, [9, 9], torch.float64)
     for row in (0, 1):
         world.fill(row, 8)
-    attention = SdpaAttention([world.pages], [None], world.max_pages)
+    attention = SdpaAttention(world.pages[None], [None], world.max_pages)
     plans = [
         attention.plan(Rows.of(*np.array([[row + 1], [8], [1]])), torch.from_numpy).bind(world.table) for row in (0, 1)
     ]
