@@ -21,7 +21,8 @@ _HOMES = {
 }  # fmt: skip
 
 __all__ = [
-    "LLM", "AsyncClient", "AsyncLLM", "Completion", "Config", "Delta", "FinishReason", "SamplingParams", "load", "start",
+    "LLM", "AsyncClient", "AsyncLLM", "Completion", "Config", "Delta", "FinishReason", "SamplingParams",
+    "load", "start",
 ]  # fmt: skip
 
 

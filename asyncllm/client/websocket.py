@@ -14,7 +14,7 @@ import asyncio
 import copy
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Self
 
@@ -107,6 +107,20 @@ class Lane:
         if self._busy:
             await self.send({"type": "response.cancel"})
 
+    def abandon(self, response_id: str | None = None) -> asyncio.Task[None] | None:
+        """Cancel, and drop what is unread and what may still come. The task that sends it, if anything runs.
+
+        Decided now, not when it is sent: by then the lane may have another response. That one's create is
+        behind this cancel on the wire.
+        """
+        self._events.clear()
+        self._num_bytes = 0
+        self._skipping = self._busy
+        if not self._busy:
+            return None
+        event = {"type": "response.cancel"} | ({"response_id": response_id} if response_id else {})
+        return self._session.send_soon(self.send(event))
+
     # -- from the server --
 
     async def recv(self) -> ResponseEvent:
@@ -131,12 +145,6 @@ class Lane:
                 raise event_error(event.to_dict())
             if event.type in TERMINAL_EVENTS:
                 return event.response or Response()
-
-    def forget(self) -> None:
-        """Drop what is unread, and what the running response may still say."""
-        self._events.clear()
-        self._num_bytes = 0
-        self._skipping = self._busy
 
     def deliver(self, event: ResponseEvent, num_bytes: int) -> None:
         """Take one event from the session's reader."""
@@ -166,9 +174,7 @@ class Lane:
     def _overflow(self) -> None:
         limit = self._session.limits.max_bytes_per_lane
         self._error = WebSocketQueueFullError(f"{self!r} was not read: more than {limit} bytes are waiting")
-        if self._busy:
-            self._session.send_soon(self.cancel())
-        self.forget()
+        self.abandon()
 
     async def _wait(self) -> None:
         if self._reader is not None:
@@ -201,6 +207,7 @@ class LaneSource:
             raise StopAsyncIteration
         event = await self._recv()
         if event.type == "error" and not self._begun:  # later ones are about an update or a cancel: handed on
+            self._ended = True
             raise event_error(event.to_dict())
         self._begun = True
         if event.response is not None:
@@ -216,18 +223,17 @@ class LaneSource:
             raise APITimeoutError(f"no event within {self._read_timeout_s:g} s") from None
 
     async def aclose(self) -> None:
-        if not self._ended:
-            self._ended = True
-            cancelling = self._lane.cancel()
-            self._lane.forget()
-            try:
-                await cancelling
-            except WebSocketClosedError:
-                pass  # which cancels everything
+        if (sending := self._abandon()) is not None:
+            await asyncio.wait([sending])
 
     def drop(self) -> None:
-        if not self._ended:
-            self._lane._session.send_soon(self.aclose())
+        self._abandon()
+
+    def _abandon(self) -> asyncio.Task[None] | None:
+        if self._ended:
+            return None
+        self._ended = True
+        return self._lane.abandon(self.request_id)
 
 
 class Session:
@@ -290,11 +296,12 @@ class Session:
         except (ConnectionError, aiohttp.ClientError) as error:
             raise WebSocketClosedError(self._socket.close_code or 1006, str(error)) from None
 
-    def send_soon(self, sending: Any) -> None:
-        """For what cannot wait."""
-        task = asyncio.ensure_future(_quietly(sending))
+    def send_soon(self, sending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """For those who cannot wait, or may be cancelled while they do."""
+        task = asyncio.create_task(_quietly(sending))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
+        return task
 
     async def aclose(self) -> None:
         """Close the socket, which cancels every response. Idempotent."""
@@ -314,7 +321,7 @@ class Session:
     def _free_lane(self) -> Lane:
         for stream_id in self._own:
             if not (lane := self._lanes[stream_id]).busy:
-                lane.forget()
+                lane.abandon()
                 return lane
         stream_id = f"own-{len(self._own)}"
         lane = self.lane(stream_id)
@@ -380,7 +387,7 @@ def _closed(socket: aiohttp.ClientWebSocketResponse, message: aiohttp.WSMessage)
     return WebSocketClosedError(socket.close_code or 1006, reason)
 
 
-async def _quietly(sending: Any) -> None:
+async def _quietly(sending: Coroutine[Any, Any, None]) -> None:
     try:
         await sending
     except APIError:
