@@ -120,11 +120,13 @@ class Signals:
     async def __aenter__(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._arrived.put_nowait, number)
+            with contextlib.suppress(NotImplementedError):  # Windows: there Ctrl-C raises KeyboardInterrupt
+                loop.add_signal_handler(number, self._arrived.put_nowait, number)
 
     async def __aexit__(self, *exc_info: object) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().remove_signal_handler(number)
+            with contextlib.suppress(NotImplementedError):
+                asyncio.get_running_loop().remove_signal_handler(number)
 
 
 async def _first(one: Coroutine[Any, Any, object], other: Coroutine[Any, Any, object]) -> bool:

@@ -4,6 +4,7 @@ Loop thread. It never knows what the events say.
 """
 
 import asyncio
+import contextlib
 import socket
 
 from aiohttp import web
@@ -38,7 +39,8 @@ class EventResponse:
         Raises:
             ConnectionError: the client is gone, or has not read for send_timeout_s and was cut off.
         """
-        await self._begin()
+        if not self.begun:
+            await self._begin()
         if self._buffered() + len(data) <= _NEVER_PAUSED_BYTES:
             await self._response.write(data)
             return
@@ -54,7 +56,8 @@ class EventResponse:
         Raises:
             ConnectionError: as write.
         """
-        await self._begin()
+        if not self.begun:
+            await self._begin()
         try:
             async with asyncio.timeout(self._send_timeout_s):
                 await self._response.write_eof(data)
@@ -70,12 +73,11 @@ class EventResponse:
         return self._response
 
     async def _begin(self) -> None:
-        if self.begun:
-            return
         self.begun = True
-        if (transport := self._request.transport) is not None:
-            peer = transport.get_extra_info("socket")
-            if peer is not None:
+        transport = self._request.transport
+        peer = None if transport is None else transport.get_extra_info("socket")
+        if peer is not None:
+            with contextlib.suppress(OSError):  # closed in this moment: the first write says so
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER_BYTES)
         await self._response.prepare(self._request)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from ..errors import ContextTooLong, ModelError
+from ..errors import ContextTooLong, InvalidRequest, ModelError
 from .control import ControlToken, ControlTokens
 from .detokenizer import Detokenizer, StreamDetokenizer, TableDetokenizer
 from .vocabulary import Spec, token_bytes
@@ -65,9 +66,10 @@ class Tokenizer:
 
         Raises:
             ContextTooLong: more than max_len ids; long before tokenising where the length alone shows it.
+            InvalidRequest: the text holds half a surrogate pair, so it is no Unicode.
         """
         self._refuse_hopeless(len(text), max_len)
-        encoding = self._backend.encode_batch_fast([text])[0]
+        encoding = _encoding(self._backend, text, add_special_tokens=True)
         _check_len(len(encoding), max_len)  # before .ids, which builds millions of ints under the GIL
         return list(encoding.ids)
 
@@ -77,7 +79,7 @@ class Tokenizer:
         `mark` is the character that ControlTokens.mark put into users' look-alikes; it is dropped here.
 
         Raises:
-            ContextTooLong: as in encode.
+            ContextTooLong, InvalidRequest: as in encode.
         """
         self._refuse_hopeless(len(text) - (text.count(mark) if mark else 0), max_len)
         ids: list[int] = []
@@ -86,7 +88,7 @@ class Tokenizer:
                 ids.append(piece)
                 continue
             backend = self._middle if ids else self._backend
-            encoding = backend.encode_batch_fast([piece.replace(mark, "")], add_special_tokens=False)[0]
+            encoding = _encoding(backend, piece.replace(mark, ""), add_special_tokens=False)
             _check_len(len(ids) + len(encoding), max_len)
             ids += encoding.ids
         _check_len(len(ids), max_len)
@@ -110,6 +112,14 @@ class Tokenizer:
     def _refuse_hopeless(self, num_chars: int, max_len: int | None) -> None:
         if max_len is not None and (num_tokens := self.num_tokens_at_least(num_chars)) > max_len:
             raise context_too_long(max_len, f"at least {num_tokens}")
+
+
+def _encoding(backend: Backend, text: str, *, add_special_tokens: bool) -> Encoding:
+    # A batch of one: of the library's calls only the batches let the GIL go.
+    try:
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    except TypeError:
+        raise InvalidRequest("the text is not valid Unicode: it holds half of a surrogate pair", "prompt") from None
 
 
 def context_too_long(max_len: int, counted: int | str) -> ContextTooLong:

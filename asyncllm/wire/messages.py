@@ -108,5 +108,5 @@ def _arguments(arguments: str | dict[str, Any] | None) -> Any:
         return arguments or {}
     try:
         return msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return arguments

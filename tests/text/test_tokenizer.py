@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from asyncllm.errors import ContextTooLong, ModelError
+from asyncllm.errors import ContextTooLong, InvalidRequest, ModelError
 from asyncllm.text.tokenizer import Tokenizer
 
 from . import toys
@@ -93,6 +93,12 @@ def test_too_long_is_refused_with_the_count(tokenizer: Tokenizer) -> None:
     with pytest.raises(ContextTooLong):
         tokenizer.encode_rendered("<|im_start|>" + "0a" * 5, max_len=10)
     assert len(tokenizer.encode("0a" * 5, max_len=10)) == 10
+
+
+def test_half_a_surrogate_pair_is_the_callers_fault(tokenizer: Tokenizer) -> None:
+    for encode in (tokenizer.encode, tokenizer.encode_rendered):
+        with pytest.raises(InvalidRequest, match="surrogate"):
+            encode("a\ud800")
 
 
 def test_a_hopeless_prompt_is_refused_without_tokenising(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,7 +293,14 @@ def test_tool_calls_pass_to_the_template(content: dict[str, Any], arguments: Any
     assert (assistant["content"], tool["tool_call_id"], tool["content"]) == ("", "c1", "sunny")
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [("{broken", "{broken"), ("", {}), (None, {}), ("{}", {})])
+DEEP_TEXT = DEEP.decode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [("{broken", "{broken"), ("", {}), (None, {}), ("{}", {}), (DEEP_TEXT, DEEP_TEXT), ('{"a": NaN}', '{"a": NaN}')],
+    ids=range(6),
+)
 def test_arguments_a_model_got_wrong_stay_as_they_were(arguments: Any, expected: Any) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     [message] = read({"role": "assistant", "content": "x", "tool_calls": [call]})
