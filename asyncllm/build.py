@@ -4,7 +4,9 @@ Loop thread, except for GpuThread's target. torch is imported on the GPU thread,
 """
 
 import asyncio
+import ctypes
 import gc
+import importlib.util
 import logging
 import os
 import sys
@@ -13,7 +15,9 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from . import config as configs
 from . import hub
@@ -33,6 +37,9 @@ log = logging.getLogger(__name__)
 # The loop waits this long for the GIL while the GPU thread runs Python. The default of 5 ms shows as
 # 21 ms in a ping's p95 beside a busy thread, 0.5 ms as 2.1 ms.
 SWITCH_INTERVAL_S = 5e-4
+# On a GPU the other way round as well: a step is ten calls that let the GIL go, and each may wait this long for
+# a busy loop to give it back, in a step of 2 to 4 ms.
+CUDA_SWITCH_INTERVAL_S = 1e-4
 
 
 def start(model: str | None = None, **options: Any) -> AbstractAsyncContextManager[AsyncLLM]:
@@ -62,6 +69,8 @@ async def serving(config: Config) -> AsyncIterator[AsyncLLM]:
     tokenizer, template = await asyncio.to_thread(_load_words, folder)
     engine_config, limits = _decide(config, folder, tokenizer)
     log.info("%s", engine_config)
+    if engine_config.device == "cuda" and engine_config.attention == "sdpa":
+        log.warning("no FlashInfer, no CUDA graphs, several times slower: %s", _why_plain(config, folder))
     name = config.served_model_name or (config.model if _is_hub_id(config.model) else folder.name)
     async with running(
         lambda: _make_runner(folder, engine_config, limits),
@@ -74,27 +83,39 @@ async def serving(config: Config) -> AsyncIterator[AsyncLLM]:
         yield llm
 
 
+class SizedRunner(NamedTuple):
+    """A runner that found out at start how many pages its device holds."""
+
+    runner: Runner
+    num_pages: int
+
+
 @asynccontextmanager
 async def running(
-    make_runner: Callable[[], Runner], config: EngineConfig, limits: EngineLimits, **words: Any
+    make_runner: Callable[[], Runner | SizedRunner], config: EngineConfig, limits: EngineLimits, **words: Any
 ) -> AsyncIterator[AsyncLLM]:
     """Bridge, engine and GPU thread around any Runner. `words` are what AsyncLLM needs beside them."""
     inbox, outbox = Inbox(limits.max_running + limits.max_waiting), Outbox()
     llm = AsyncLLM(inbox=inbox, outbox=outbox, limits=limits, **words)
 
     def make_engine() -> Engine:
+        made = make_runner()
+        runner, num_pages = made if isinstance(made, SizedRunner) else (made, config.num_pages)
+        pool_tokens = (num_pages - 1) * config.page_size
         scheduler = Scheduler(
-            limits,
+            msgspec.structs.replace(limits, max_prompt_len=min(limits.max_prompt_len, pool_tokens)),
             page_size=config.page_size,
-            num_pages=config.num_pages,
+            num_pages=num_pages,
             max_step_tokens=config.max_step_tokens,
             prefix_cache=config.prefix_cache,
         )
-        return Engine(scheduler, make_runner(), inbox, outbox, overlap=config.overlap)
+        return Engine(scheduler, runner, inbox, outbox, overlap=config.overlap)
 
+    interval_s = CUDA_SWITCH_INTERVAL_S if config.device == "cuda" else SWITCH_INTERVAL_S
+    sys.setswitchinterval(min(sys.getswitchinterval(), interval_s))
     thread = GpuThread(make_engine, on_death=lambda error: outbox.call(llm.died, error))
     try:
-        await thread.start()
+        llm.limits = (await thread.start()).scheduler.limits
         yield llm
     finally:
         llm.close()
@@ -107,15 +128,14 @@ class GpuThread:
     def __init__(self, make_engine: Callable[[], Engine], on_death: Callable[[AsyncLLMError], None]) -> None:
         self._make_engine = make_engine
         self._on_death = on_death
-        self._ready: Future[None] = Future()
+        self._ready: Future[Engine] = Future()
         # A daemon: a process that is told to stop does not wait for a step that is stuck.
         self._thread = threading.Thread(target=self._run, name="asyncllm-gpu", daemon=True)
 
-    async def start(self) -> None:
+    async def start(self) -> Engine:
         """Returns when the engine is ready to serve. Raises what making it raised."""
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread.start()
-        await asyncio.wrap_future(self._ready)
+        return await asyncio.wrap_future(self._ready)
 
     async def join(self) -> None:
         await asyncio.to_thread(self._thread.join)
@@ -129,7 +149,7 @@ class GpuThread:
         except BaseException as error:
             self._ready.set_exception(error)
             return
-        self._ready.set_result(None)
+        self._ready.set_result(engine)
         try:
             engine.run()
         except BaseException as error:
@@ -150,12 +170,11 @@ def _decide(config: Config, folder: Path, tokenizer: Tokenizer) -> tuple[EngineC
 
     model = ModelConfig.from_folder(folder)
     engine_config = configs.resolve(config, model.facts(), _machine(config.device))
-    pool_tokens = engine_config.usable_pages * engine_config.page_size
     limits = EngineLimits(
         # A padded head has logits without a token, a cut one tokens without a logit; neither may be drawn.
         vocab_size=min(tokenizer.vocab_size, model.vocab_size),
         max_model_len=engine_config.max_model_len,
-        max_prompt_len=min(engine_config.max_model_len - 1, pool_tokens),
+        max_prompt_len=engine_config.max_model_len - 1,  # less where the pool turns out smaller
         max_running=engine_config.max_running,
         max_waiting=engine_config.max_waiting,
     )
@@ -163,10 +182,50 @@ def _decide(config: Config, folder: Path, tokenizer: Tokenizer) -> tuple[EngineC
 
 
 def _machine(device: str) -> MachineFacts:
-    if device == "cuda":
-        raise ModelError("this version computes on the CPU only; use --device cpu")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return MachineFacts(device="cpu", num_cores=cores, free_bytes=_free_memory_bytes())
+    gpu = _find_gpu() if device != "cpu" else "not asked for"
+    if isinstance(gpu, str):
+        if device == "cuda":
+            raise ModelError(f"no GPU can be used: {gpu}; use --device cpu")
+        return MachineFacts(device="cpu", num_cores=cores, free_bytes=_free_memory_bytes())
+    missing = [name for name in ("flashinfer", "triton") if importlib.util.find_spec(name) is None]
+    return MachineFacts(
+        device="cuda",
+        num_cores=cores,
+        free_bytes=0,  # known once the model is there
+        compute_capability=gpu,
+        no_flashinfer=f"{', '.join(missing)} is not installed: pip install 'asyncllm[cuda]'" if missing else None,
+    )
+
+
+def _why_plain(config: Config, folder: Path) -> str:
+    from .models.config import ModelConfig
+
+    if config.attention == "sdpa":
+        return "attention sdpa was asked for"
+    facts, machine = ModelConfig.from_folder(folder).facts(), _machine(config.device)
+    chosen = configs.resolve(config, facts, machine)
+    return str(configs.flashinfer_problem(facts, machine, chosen.dtype, chosen.page_size))
+
+
+def _find_gpu() -> tuple[int, int] | str:
+    """The first GPU's compute capability, or why there is none. Asks the driver: torch is imported on its thread."""
+    torch_spec = importlib.util.find_spec("torch")
+    if torch_spec is None or torch_spec.origin is None:
+        return "torch is not installed"
+    if not (Path(torch_spec.origin).parent / "lib" / "libtorch_cuda.so").exists():
+        return "this torch is built without CUDA"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver (libcuda.so.1)"
+    count, device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "the NVIDIA driver finds no GPU"
+    driver.cuDeviceGet(ctypes.byref(device), 0)
+    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+    return major.value, minor.value
 
 
 def _free_memory_bytes() -> int:
@@ -178,7 +237,13 @@ def _free_memory_bytes() -> int:
         return 4 << 30
 
 
-def _make_runner(folder: Path, config: EngineConfig, limits: EngineLimits) -> Runner:
-    from .runner.runner import build_runner
+def _make_runner(folder: Path, config: EngineConfig, limits: EngineLimits) -> Runner | SizedRunner:
+    if config.device == "cpu":
+        from .runner.runner import build_runner
 
-    return build_runner(folder, config, limits.vocab_size)
+        return build_runner(folder, config, limits.vocab_size)
+    from .models.config import ModelConfig
+    from .runner.cuda import build_cuda_runner
+
+    runner, config = build_cuda_runner(folder, config, ModelConfig.from_folder(folder).facts(), limits.vocab_size)
+    return SizedRunner(runner, config.num_pages)

@@ -15,7 +15,7 @@ from typing import Any
 
 from . import __version__
 from . import config as configs
-from .config import DEVICES, DTYPES, Config
+from .config import ATTENTIONS, DEVICES, DTYPES, Config
 from .errors import ModelError
 
 EXIT_CANNOT_START = 2
@@ -121,3 +121,6 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, help="prompt and answer together; by default what the model was made for")
     add("--overlap", action=argparse.BooleanOptionalAction, help="schedule a step while the last one runs")
     add("--prefix-cache", action=argparse.BooleanOptionalAction, default=True, help="share KV of equal prefixes")
+    add("--attention", default="auto", choices=ATTENTIONS, help="kernels; auto: by the GPU and the model's shape")
+    add("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory to fill, KV pool last")
+    add("--cuda-graph-max-batch", type=int, help="rows of the largest captured step; 0 captures none")

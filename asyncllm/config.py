@@ -9,7 +9,12 @@ import msgspec
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 DEVICES = ("auto", "cpu", "cuda")
+ATTENTIONS = ("auto", "flashinfer", "sdpa")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+
+GRAPH_BYTES = 1 << 30  # what captured graphs and late allocations take beside the KV pool
+MAX_GRAPH_ROWS = 512
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +34,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_model_len: int | None = None
     overlap: bool | None = None
     prefix_cache: bool = True
+    attention: str = "auto"
+    gpu_memory_utilization: float = 0.9  # of the GPU's memory, the share that this process may fill
+    cuda_graph_max_batch: int | None = None  # rows of the largest captured step; 0 captures none
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +47,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     max_position: int
     dtype: str
+    num_heads: int = 0  # 0: unknown, as where nothing depends on it
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,10 +56,13 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # "cpu" or "cuda"
     num_cores: int
     free_bytes: int  # memory of the device
+    compute_capability: tuple[int, int] = (0, 0)
+    no_flashinfer: str | None = None  # why FlashInfer cannot be used, where it cannot
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Every number decided. `num_pages` counts the dummy page 0."""
+    """Every number decided, save one: on a GPU `num_pages` is 0 where the user left it open, until the model is
+    there and a step has been profiled (`sized`). It counts the dummy page 0."""
 
     device: str
     dtype: str
@@ -63,6 +75,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     overlap: bool
     prefix_cache: bool
+    attention: str = "sdpa"
+    gpu_memory_utilization: float = 0.9
+    cuda_graph_max_batch: int = 0
 
     @property
     def usable_pages(self) -> int:
@@ -120,7 +135,46 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         # A CPU computes inside launch(), so a step launched ahead only makes the last one's tokens late.
         overlap=on_gpu if config.overlap is None else config.overlap,
         prefix_cache=config.prefix_cache,
+        attention=_attention(config, model, machine, dtype, page_size),
+        gpu_memory_utilization=_share("gpu_memory_utilization", config.gpu_memory_utilization),
+        cuda_graph_max_batch=_graph_rows(config, max_running, on_gpu),
     )
+
+
+def sized(config: EngineConfig, model: ModelFacts, free_bytes: int, total_bytes: int) -> EngineConfig:
+    """With the KV pool that fits a GPU on which `free_bytes` are left once everything else is there.
+
+    Raises:
+        ValueError: not even two pages fit, and what to lower.
+    """
+    page_bytes = kv_page_bytes(model, config.dtype, config.page_size)
+    budget = free_bytes - int((1 - config.gpu_memory_utilization) * total_bytes) - GRAPH_BYTES
+    most = 1 + config.max_running * math.ceil(config.max_model_len / config.page_size)
+    num_pages = config.num_pages or min(most, budget // page_bytes)
+    if num_pages < 2 or num_pages * page_bytes > free_bytes:
+        raise ValueError(
+            f"{free_bytes >> 20} MiB of GPU memory are left for the KV pool, of which gpu_memory_utilization "
+            f"{config.gpu_memory_utilization} allows {max(0, budget) >> 20}; lower max_step_tokens or max_running, "
+            "num_pages if you set it, or raise gpu_memory_utilization"
+        )
+    return msgspec.structs.replace(config, num_pages=num_pages)
+
+
+def flashinfer_problem(model: ModelFacts, machine: MachineFacts, dtype: str, page_size: int) -> str | None:
+    """Why this model on this machine cannot run on FlashInfer's kernels; None if it can."""
+    group = model.num_heads // model.num_kv_heads
+    if machine.no_flashinfer is not None:
+        return machine.no_flashinfer
+    if machine.compute_capability != (9, 0):
+        # XQA runs on 9.0, 10.0 and 12.0, fa3 on 9.0 alone; the pair is measured there only.
+        return f"compute capability {'.'.join(map(str, machine.compute_capability))} is not 9.0 (Hopper)"
+    if dtype not in ("bfloat16", "float16"):
+        return f"dtype {dtype} is not a 16-bit one"
+    if model.head_dim not in (64, 128, 256) or not 1 <= group <= 16:
+        return f"head_dim {model.head_dim} with {group} query heads a KV head is not among its kernels"
+    if page_size not in (16, 32, 64, 128):
+        return f"page_size {page_size} is not 16, 32, 64 or 128"
+    return None
 
 
 def kv_page_bytes(model: ModelFacts, dtype: str, page_size: int) -> int:
@@ -137,12 +191,14 @@ def _num_pages(
         if config.num_pages < 2:
             raise ValueError(f"num_pages must be at least 2 (page 0 is a dummy), got {config.num_pages}")
         return config.num_pages
+    if machine.device == "cuda" and config.kv_cache_bytes is None:
+        return 0  # see sized()
     page_bytes = kv_page_bytes(model, dtype, page_size)
     # More than every slot full to the context can never be used.
     most = 1 + max_running * math.ceil(max_len / page_size)
     budget = config.kv_cache_bytes
     if budget is None:
-        budget = min(machine.free_bytes // 4, 1 << 30) if machine.device == "cpu" else machine.free_bytes
+        budget = min(machine.free_bytes // 4, 1 << 30)
     num_pages = min(most, budget // page_bytes)
     if num_pages < 2:
         raise ValueError(
@@ -150,6 +206,36 @@ def _num_pages(
             "raise kv_cache_bytes or lower page_size"
         )
     return num_pages
+
+
+def _attention(config: Config, model: ModelFacts, machine: MachineFacts, dtype: str, page_size: int) -> str:
+    """By shape: FlashInfer where it has kernels for the model on the machine, else torch's own operators."""
+    wish = _choice("attention", config.attention, ATTENTIONS, default="auto")
+    if machine.device == "cpu":
+        if wish == "flashinfer":
+            raise ValueError("attention flashinfer needs a GPU; use sdpa or auto")
+        return "sdpa"
+    if wish == "sdpa":
+        return wish
+    problem = flashinfer_problem(model, machine, dtype, page_size)
+    if problem is not None and wish == "flashinfer":
+        raise ValueError(f"attention flashinfer cannot be used: {problem}; use sdpa or auto")
+    return "flashinfer" if problem is None else "sdpa"
+
+
+def _graph_rows(config: Config, max_running: int, on_gpu: bool) -> int:
+    rows = config.cuda_graph_max_batch
+    if rows is None:
+        return min(max_running, MAX_GRAPH_ROWS) if on_gpu else 0
+    if rows < 0:
+        raise ValueError(f"cuda_graph_max_batch must be at least 0, got {rows}")
+    return min(rows, max_running) if on_gpu else 0
+
+
+def _share(name: str, value: float) -> float:
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
+    return value
 
 
 def _positive(name: str, value: int | None, *, default: int) -> int:

@@ -91,6 +91,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             head_dim=self.head_dim,
             max_position=self.max_position,
             dtype=self.dtype,
+            num_heads=self.num_heads,
         )
 
 

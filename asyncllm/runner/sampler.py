@@ -21,7 +21,7 @@ from ..engine.batch import NO_TOKEN
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # Philox4x32's multipliers
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # and the key's increments
 _LOW = 0xFFFFFFFF
-_TINIEST = 2.0**-126  # the smallest normal float32: below it a GPU may flush the temperature to 0
+TINIEST = 2.0**-126  # the smallest normal float32: below it a GPU may flush the temperature to 0
 
 
 class SamplingRows(NamedTuple):
@@ -46,7 +46,7 @@ class Draw(NamedTuple):
 
     @classmethod
     def of(cls, rows: SamplingRows, put: Put) -> "Draw":
-        temperature = np.clip(rows.temperature, _TINIEST, np.finfo(np.float32).max)
+        temperature = np.clip(rows.temperature, TINIEST, np.finfo(np.float32).max)
         key = mix(rows.seed, rows.position)
         words = np.stack((key & np.uint64(_LOW), key >> np.uint64(32))).astype(np.int64)
         return cls(put(rows.at), _put_floats(temperature, put), put(words[:, :, None]), Filters.of(rows, put))

@@ -1,0 +1,209 @@
+"""A CUDA device: three streams and every edge between them, pinned rings, events that are polled.
+
+GPU thread. It never knows models, batches or tokens.
+
+    schedule stream   pinned ring -> device ring (H2D)
+    engine stream     the model and the sampler; the only one that writes device tables
+    copy stream       outputs -> pinned ring (D2H)
+
+The edges: H2D of a step -> its kernels (Staging.send); its kernels -> the next H2D into the same entry (`_read`
+events); its kernels -> its D2H (fetch); its D2H -> whoever writes the output next, which is the owner's affair: he
+keeps a ring of RING outputs, and at most two steps are in flight.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import EngineDead
+
+_CUDA_FAILED = re.compile(r"CUDA error|cudaError|CUDA driver error|Triton Error")
+RING = 4  # entries: two steps may be in flight, one is being filled, one is spare
+STAGING_BYTES = 1 << 20  # of an entry at first; grows to what a step needs
+
+
+def new_event() -> Any:
+    """An event without a clock: torch's class has no types."""
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def fatal(error: BaseException) -> EngineDead | None:
+    """EngineDead where the CUDA context is beyond repair; None where the step alone failed, as out of memory."""
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+        return None
+    is_cuda = isinstance(error, getattr(torch, "AcceleratorError", ())) or (
+        isinstance(error, RuntimeError) and _CUDA_FAILED.search(str(error)) is not None
+    )
+    return EngineDead(f"the GPU failed: {str(error).splitlines()[0]}") if is_cuda else None
+
+
+@contextmanager
+def fatal_errors() -> Iterator[None]:
+    """Turns what `fatal` names into EngineDead.
+
+    Raises:
+        EngineDead: a CUDA error other than out of memory; every later call would raise it again.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (dead := fatal(error)) is not None:
+            raise dead from error
+        raise
+
+
+class CudaPending:
+    """A D2H copy; its entry of the pinned ring is read before the ring comes round."""
+
+    def __init__(self, copied: Any, host: NDArray[np.int32]) -> None:
+        self._copied = copied
+        self._host = host
+
+    def ready(self) -> bool:
+        with fatal_errors():
+            return bool(self._copied.query())
+
+    def numpy(self) -> NDArray[np.int32]:
+        with fatal_errors():
+            if not self._copied.query():
+                self._copied.synchronize()
+        return self._host.copy()
+
+
+class CudaStaging:
+    """One entry of the staging ring: a pinned and a device buffer of the same bytes."""
+
+    def __init__(self, device: "CudaDevice") -> None:
+        self._device = device
+        self._sent = new_event()  # this entry's last H2D
+        self._read = new_event()  # the last kernel that read this entry
+        self._grow(STAGING_BYTES)
+
+    def _grow(self, num_bytes: int) -> None:
+        # Views of the old buffers keep them alive; the allocator gives device memory back in the engine's order.
+        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._np = self._host.numpy()
+        self._dev = torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
+        self._chunks: list[tuple[Tensor, Tensor, int]] = []
+        self._used = 0
+
+    def begin(self) -> "CudaStaging":
+        """Take the entry for a new step. Both waits are over by now unless more than RING steps are in flight."""
+        if not self._sent.query():
+            self._sent.synchronize()
+        self._chunks.clear()
+        self._used = 0
+        return self
+
+    def put(self, array: NDArray[np.generic]) -> Tensor:
+        array = np.ascontiguousarray(array)
+        num_bytes = array.nbytes
+        begin, self._used = self._used, self._used + -(-num_bytes // 16) * 16
+        if self._used > len(self._np):
+            self._overflow(begin, num_bytes)
+            begin = 0
+        self._np[begin : begin + num_bytes] = array.reshape(-1).view(np.uint8)
+        dtype = torch.from_numpy(array[:0]).dtype
+        return self._dev[begin : begin + num_bytes].view(dtype).view(array.shape)
+
+    def _overflow(self, used: int, num_bytes: int) -> None:
+        old = (self._host, self._dev, used)
+        chunks = [*self._chunks, old]
+        self._grow(max(2 * len(self._np), 2 * num_bytes))
+        self._chunks, self._used = chunks, -(-num_bytes // 16) * 16
+
+    def send(self) -> None:
+        device = self._device
+        with torch.cuda.stream(device.schedule_stream):
+            device.schedule_stream.wait_event(self._read)
+            for host, dev, used in [*self._chunks, (self._host, self._dev, self._used)]:
+                dev[:used].copy_(host[:used], non_blocking=True)
+            self._sent.record(device.schedule_stream)
+        device.engine_stream.wait_event(self._sent)
+
+    def finish(self) -> None:
+        """Everything that reads this entry has been launched."""
+        self._read.record(self._device.engine_stream)
+
+
+class CudaDevice:
+    """The Device of one GPU. Made and used by one thread, whose current stream is the engine's from then on."""
+
+    name = "cuda"
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch_device)
+        self.schedule_stream, self.engine_stream, self.copy_stream = _distinct_streams(self.torch_device)
+        torch.cuda.set_stream(self.engine_stream)
+        self._staging: list[CudaStaging] = []
+        self._current: CudaStaging | None = None
+        self._next_entry = self._next_fetch = 0
+        self._done = [new_event() for _ in range(RING)]
+        self._copied = [new_event() for _ in range(RING)]
+        self._outputs: list[Tensor] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.torch_device)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+
+    def staging(self) -> CudaStaging:
+        if not self._staging:
+            self._staging = [CudaStaging(self) for _ in range(RING)]
+        self._current = self._staging[self._next_entry % RING]
+        self._next_entry += 1
+        return self._current.begin()
+
+    @contextmanager
+    def compute(self) -> Iterator[None]:
+        with fatal_errors(), torch.cuda.stream(self.engine_stream):
+            yield
+            if self._current is not None:
+                self._current.finish()
+
+    def assert_on_engine_stream(self) -> None:
+        assert torch.cuda.current_stream(self.torch_device) == self.engine_stream, "launched on a foreign stream"
+
+    def fetch(self, tensor: Tensor) -> CudaPending:
+        """tensor: int32, at most as long as the longest fetched so far or 4096."""
+        entry = self._next_fetch % RING
+        self._next_fetch += 1
+        if not self._outputs or self._outputs[entry].numel() < tensor.numel():
+            size = max(4096, tensor.numel())
+            self._outputs = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
+        host = self._outputs[entry][: tensor.numel()]
+        done, copied = self._done[entry], self._copied[entry]
+        done.record(self.engine_stream)
+        self.copy_stream.wait_event(done)
+        torch.cuda.set_stream(self.copy_stream)
+        try:
+            host.copy_(tensor.view(-1), non_blocking=True)
+        finally:
+            torch.cuda.set_stream(self.engine_stream)
+        copied.record(self.copy_stream)
+        return CudaPending(copied, host.numpy())
+
+    def synchronize(self) -> None:
+        for stream in (self.schedule_stream, self.engine_stream, self.copy_stream):
+            stream.synchronize()
+
+
+def _distinct_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
+    """Three streams that are three. torch deals them from a pool of 32 in turn, so two can be one and the same,
+    which would undo the overlap without a word."""
+    streams: dict[int, torch.cuda.Stream] = {}
+    for _ in range(64):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        streams.setdefault(stream.cuda_stream, stream)
+        if len(streams) == 3:
+            schedule, engine, copy = streams.values()
+            return schedule, engine, copy
+    raise RuntimeError("torch gave out fewer than three different streams")

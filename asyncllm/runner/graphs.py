@@ -1,0 +1,393 @@
+"""GraphRunner: a whole step in two graph replays, forward(shape) and tail(rows, kind), on FlashInfer and Triton.
+
+GPU thread. It never waits for the device inside launch and never knows requests, text or why a row is in the batch.
+
+Beside ModelRunner because every line of its step differs: fixed places instead of fresh tensors, padding to buckets
+instead of exact sizes, one packed int32 entry that the graph's first kernel unpacks instead of one view an array.
+What they share (models, loader, SlotSampling, the sampler's numbers, Device) they share as functions and values.
+
+Streams: see device/cuda.py. Here, beside those edges: a ring entry is overwritten (schedule stream) only after the
+step that read it (event `done`); `outputs` of step N are overwritten by step N + 4, launched after N was committed.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from ..attention.flashinfer import FlashInferAttention
+from ..attention.kernels import cos_sin_table
+from ..config import EngineConfig
+from ..device.cuda import RING, CudaDevice, fatal, fatal_errors, new_event
+from ..engine.batch import Batch, StepResult
+from ..models.config import ModelConfig
+from ..models.fused import MIN_ROWS, Buffers, FusedDecoder
+from ..models.layers import Decoder, RMSNorm, RotaryTable
+from . import kernels as k
+from .cutoff import NUM_KEYS, find_cuts
+from .frame import Frame, Kind, Packed, Packer, Shape, TooLong, leading_ones
+from .state import OUTPUT_RING
+
+log = logging.getLogger(__name__)
+
+Run = Callable[[], None]
+
+KINDS = (Kind(), Kind(sample=True), Kind(sample=True, cut=True))
+
+
+def row_buckets(most: int) -> list[int]:
+    """Sizes of decode steps. A padding row reads one token of the dummy page, so wide gaps cost little."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, most + 1, 32)]
+    return [*(size for size in sizes if size < most), most]
+
+
+def token_buckets(most: int) -> list[int]:
+    """Sizes of steps with a prompt chunk: at most a third is padding, from 256 on a fifth on average."""
+    sizes = [
+        16,
+        32,
+        64,
+        128,
+        192,
+        256,
+        384,
+        512,
+        768,
+        1024,
+        1536,
+        2048,
+        3072,
+        4096,
+        5120,
+        6144,
+        7168,
+        *range(8192, most, 2048),
+    ]
+    return [*(size for size in sizes if size < most), most]
+
+
+def bucket(size: int, buckets: Sequence[int]) -> int:
+    return buckets[int(np.searchsorted(buckets, size))]
+
+
+class GraphStep:
+    """A step's tokens on their way to the host."""
+
+    def __init__(self, step: int, copied: Any, host: NDArray[np.int32]) -> None:
+        self._step, self._copied, self._host = step, copied, host
+
+    def ready(self) -> bool:
+        try:
+            return bool(self._copied.query())
+        except Exception as error:
+            raise fatal(error) or error from error
+
+    def result(self) -> StepResult:
+        with fatal_errors():
+            if not self.ready():
+                self._copied.synchronize()
+        return StepResult(step=self._step, token_ids=self._host.copy())
+
+
+class GraphRunner:
+    """Made by build_graph_runner(); warm_up(), then use_pages(), then capture(), then launch()."""
+
+    def __init__(
+        self, model: FusedDecoder, model_config: ModelConfig, device: CudaDevice, config: EngineConfig, num_tokens: int,
+        windows: Sequence[int | None],
+    ) -> None:  # fmt: skip
+        self._model, self._device, self._num_tokens = model, device, num_tokens
+        self._frame = frame = Frame(device, config, RING)
+        self._packer = Packer(frame, num_tokens)
+        dtype = model.decoder.embedding.dtype
+        self._heads = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
+        num_heads, num_kv_heads, head_dim = self._heads
+        vocab = model_config.vocab_size
+        self._buffers = model.buffers(frame.max_tokens)
+        self._q = device.zeros((frame.max_tokens, num_heads, head_dim), dtype)
+        self._attended = device.zeros((frame.max_tokens, num_heads, head_dim), dtype)
+        self._last = device.zeros((frame.max_rows, model.hidden_size), dtype)  # normed, of the rows that draw
+        self._logits = device.zeros((frame.max_rows, vocab), dtype)
+        blocks = -(-num_tokens // k.BLOCK_TOKENS)
+        self._scratch = (
+            device.zeros((frame.max_rows * blocks,), torch.float32),
+            device.zeros((frame.max_rows * blocks,), torch.int32),
+            device.zeros((frame.max_rows * blocks,), torch.float32),
+        )
+        self._cut = (device.zeros((frame.max_rows,), torch.float32), device.zeros((frame.max_rows,), torch.int32))
+        self._counts = device.zeros((frame.max_rows, NUM_KEYS), torch.int32)
+        rotary = RotaryTable(model_config, torch.float32, device.torch_device, frame.max_len)
+        rotation = rotary.at(torch.arange(frame.max_len, device=device.torch_device))
+        self._cos_sin = cos_sin_table(rotation.cos, rotation.sin)
+        self._page_shape = (2, num_kv_heads, config.page_size, head_dim)
+        self._num_layers, self._dtype = model_config.num_layers, dtype
+        self._attention = FlashInferAttention(
+            self._make_pages(2), windows, num_heads, frame.page_table, frame.max_tokens, frame.max_rows
+        )
+        self._host_ring = torch.zeros(RING, frame.entry_len, dtype=torch.int32, pin_memory=True)
+        self._entries = self._host_ring.numpy()
+        self._host_outputs = torch.zeros(RING, frame.max_rows, dtype=torch.int32, pin_memory=True)
+        self._host_tokens = self._host_outputs.numpy()
+        self._sent, self._done, self._copied = ([new_event() for _ in range(RING)] for _ in range(3))
+        self._count = 0  # forwards launched; the device's counter says the same
+        self._must_resync = True  # the device counts the runs before capture too
+        self._row_buckets, self._token_buckets = row_buckets(frame.max_rows), token_buckets(frame.max_tokens)
+        self._max_graph_rows = config.cuda_graph_max_batch
+        self._forwards: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._tails: dict[tuple[int, Kind], torch.cuda.CUDAGraph] = {}
+        self.num_pages = config.num_pages
+        self.on_step: Callable[[int, str], None] | None = None  # for benchmarks: (step, "begin" | "end" on the stream)
+
+    def __repr__(self) -> str:
+        return (
+            f"GraphRunner({self._frame!r}, {self.num_pages} pages, {len(self._forwards)} + {len(self._tails)} graphs)"
+        )
+
+    # -- start --
+
+    def _make_pages(self, num_pages: int) -> list[Tensor]:
+        shape = (num_pages, *self._page_shape)
+        return [self._device.zeros(shape, self._dtype) for _ in range(self._num_layers)]  # HND
+
+    def warm_up(self) -> None:
+        """Run the largest step once, on padding alone: kernels load, workspaces grow to what they will be."""
+        frame = self._frame
+        self._plan_nothing()
+        decodes = min(frame.max_rows, frame.max_tokens)
+        self._forward(Shape(frame.max_tokens, decodes, True))
+        for kind in KINDS:
+            self._tail(frame.max_rows, kind._replace(ban=True))
+        self._device.synchronize()
+
+    def use_pages(self, num_pages: int) -> None:
+        """Allocate the KV pool."""
+        self.num_pages = num_pages
+        self._attention.use_pages([])
+        self._attention.use_pages(self._make_pages(num_pages))
+
+    def capture(self) -> None:
+        """Every graph, the largest first, so that the small ones find the pool's memory there."""
+        began_s = time.monotonic()
+        if not self._max_graph_rows:
+            return
+        pool = torch.cuda.graph_pool_handle()
+        shapes, tails = list(self._shapes()), list(self._tail_keys())
+        with tqdm(total=len(shapes) + len(tails), desc="capturing graphs", unit="graph", disable=None) as bar:
+            self._plan_nothing()
+            for shape in shapes:
+                self._forwards[shape] = self._captured(partial(self._forward, shape), pool)
+                bar.update()
+            for key in tails:
+                self._tails[key] = self._captured(partial(self._tail, *key), pool)
+                bar.update()
+        self._device.synchronize()
+        log.info("captured %d graphs in %.1f s", len(shapes) + len(tails), time.monotonic() - began_s)
+
+    def _shapes(self) -> Iterator[Shape]:
+        rows = [size for size in self._row_buckets if size <= self._max_graph_rows]
+        for num_tokens in reversed(self._token_buckets):
+            for decodes in self._mixed_decodes():
+                if decodes <= num_tokens:
+                    yield Shape(num_tokens, decodes, True)
+        for size in reversed(rows):
+            yield Shape(max(size, MIN_ROWS), size, False)
+
+    def _mixed_decodes(self) -> list[int]:
+        """Decode rows a mixed step is padded to: none, few or all. An XQA launch over 256 padding rows takes 10 us."""
+        return [0, *(size for size in (32,) if size < self._frame.max_rows), self._frame.max_rows]
+
+    def _tail_keys(self) -> Iterator[tuple[int, Kind]]:
+        for size in reversed([size for size in self._row_buckets if size <= self._max_graph_rows]):
+            for kind in KINDS:
+                yield size, kind
+                yield size, kind._replace(ban=True)
+
+    def _captured(self, run: Run, pool: Any) -> torch.cuda.CUDAGraph:
+        # Not torch.cuda.graph(): it collects garbage and synchronizes for each, 0.1 s by 200 graphs.
+        run()  # compiles and loads what this size needs
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            run()
+        finally:
+            graph.capture_end()
+        return graph
+
+    def _plan_nothing(self) -> None:
+        none = np.zeros(0, np.int64)
+        self._attention.plan_prefill(0, none, none, none)
+
+    # -- one step --
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> GraphStep:
+        """Raises EngineDead where the GPU is beyond repair, anything else for a step that failed alone."""
+        try:
+            return self._launch(batch)
+        except Exception as error:
+            self._must_resync = True
+            raise fatal(error) or error from error
+
+    def close(self) -> None:
+        try:
+            self._device.synchronize()
+        finally:
+            self._forwards.clear()
+            self._tails.clear()
+            self._attention.use_pages([])
+
+    def _launch(self, batch: Batch) -> GraphStep:
+        self._device.assert_on_engine_stream()
+        self._packer.note(batch)
+        entry = self._count % RING
+        if not self._sent[entry].query():  # never, with two steps in flight
+            self._sent[entry].synchronize()
+        shape, num_rows = self._shape_of(batch)
+        try:
+            packed = self._packer.pack(batch, self._entries[entry], shape, num_rows)
+        except TooLong:
+            self._write_directly(batch)
+            batch = Batch(step=batch.step, slots=batch.slots, starts=batch.starts, lengths=batch.lengths,
+                          wants_token=batch.wants_token, new_rows=(), page_deltas=batch.page_deltas[:0])  # fmt: skip
+            packed = self._packer.pack(batch, self._entries[entry], shape, num_rows)
+        self._send(entry, packed.used)
+        if shape.has_prefill:
+            rest = slice(packed.num_decodes, None)
+            columns = (column[rest].astype(np.int64) for column in (batch.slots, batch.starts, batch.lengths))
+            self._attention.plan_prefill(packed.num_decodes, *columns)
+        if self.on_step is not None:
+            self.on_step(batch.step, "begin")
+        self._run_forward(shape)
+        self._count += 1
+        return self._finish(batch.step, entry, packed, num_rows)
+
+    def _shape_of(self, batch: Batch) -> tuple[Shape, int]:
+        """The buckets of a step; sizes beyond the largest graph are computed as they are, kernel by kernel."""
+        num_rows = self._padded_rows(int(np.count_nonzero(batch.wants_token)))
+        num_decodes = leading_ones(batch.lengths)
+        if num_decodes == batch.num_rows:
+            size = self._padded_rows(num_decodes)
+            return Shape(max(size, MIN_ROWS), size, False), num_rows
+        num_tokens = bucket(batch.num_tokens, self._token_buckets)
+        decodes = next(size for size in self._mixed_decodes() if size >= num_decodes)
+        return Shape(num_tokens, min(decodes, num_tokens), True), num_rows
+
+    def _padded_rows(self, size: int) -> int:
+        return bucket(size, self._row_buckets) if size else 0
+
+    def _send(self, entry: int, used: int) -> None:
+        device = self._device
+        torch.cuda.set_stream(device.schedule_stream)
+        try:
+            # The step that read this entry last; committed long ago, so this never waits.
+            device.schedule_stream.wait_event(self._done[entry])
+            self._frame.ring[entry, :used].copy_(self._host_ring[entry, :used], non_blocking=True)
+            self._sent[entry].record(device.schedule_stream)
+        finally:
+            torch.cuda.set_stream(device.engine_stream)
+        device.engine_stream.wait_event(self._sent[entry])
+        if self._must_resync:
+            self._frame.counter.fill_(self._count)
+            self._must_resync = False
+
+    def _run_forward(self, shape: Shape) -> None:
+        if (graph := self._forwards.get(shape)) is not None:
+            graph.replay()
+        else:
+            self._forward(shape)
+
+    def _finish(self, step: int, entry: int, packed: Packed, num_rows: int) -> GraphStep:
+        device = self._device
+        if packed.num_rows:
+            if (graph := self._tails.get((num_rows, packed.kind))) is not None:
+                graph.replay()
+            else:
+                self._tail(num_rows, packed.kind)
+        self._done[entry].record(device.engine_stream)
+        if self.on_step is not None:
+            self.on_step(step, "end")
+        device.copy_stream.wait_event(self._done[entry])
+        torch.cuda.set_stream(device.copy_stream)
+        try:
+            outputs = self._frame.outputs[step % OUTPUT_RING, : packed.num_rows]
+            self._host_outputs[entry, : packed.num_rows].copy_(outputs, non_blocking=True)
+            self._copied[entry].record(device.copy_stream)
+        finally:
+            torch.cuda.set_stream(device.engine_stream)
+        return GraphStep(step, self._copied[entry], self._host_tokens[entry, : packed.num_rows])
+
+    def _write_directly(self, batch: Batch) -> None:
+        """A step's writes to the tables that no ring entry holds: rare, long prompts admitted together."""
+        frame = self._frame
+        places = [np.arange(len(row.token_ids)) + row.slot * frame.max_len for row in batch.new_rows]
+        tokens = [row.token_ids for row in batch.new_rows]
+        if places:
+            self._scatter(frame.token_pool, np.concatenate(places), np.concatenate(tokens))
+        if len(batch.page_deltas):
+            slots, columns, pages = batch.page_deltas.astype(np.int64).T
+            self._scatter(frame.page_table, slots * frame.max_pages + columns, pages)
+
+    def _scatter(self, table: Tensor, places: NDArray[np.int64], values: NDArray[Any]) -> None:
+        # torch's pinned allocator reuses no block before the copies that were made from it are over.
+        at, new = (torch.from_numpy(array).pin_memory().to(table.device, non_blocking=True)
+                   for array in (places, values.astype(np.int32)))  # fmt: skip
+        table.view(-1).index_copy_(0, at, new)
+
+    # -- what the graphs hold --
+
+    def _forward(self, shape: Shape) -> None:
+        """Kernels alone, on fixed places: unpack, gather, every layer."""
+        frame, model = self._frame, self._model
+        num_tokens, num_decodes, has_prefill = shape
+        slots, positions = frame.slots[:num_tokens], frame.positions[:num_tokens]
+        tables, seq_lens = frame.tables[:num_decodes], frame.seq_lens[:num_decodes]
+        buffers = Buffers(*(buffer[:num_tokens] for buffer in self._buffers))
+        q, attended = self._q[:num_tokens], self._attended[:num_tokens]
+        first_norm = model.decoder.blocks[0].attention_norm
+        k.unpack(
+            frame.ring, frame.counter, frame.meta, frame.token_pool, frame.page_table, frame.slots, frame.positions
+        )
+        k.gather(
+            frame.meta, frame.counter, frame.token_pool, frame.page_table, slots, positions, model.decoder.embedding,
+            first_norm.weight, first_norm.eps, buffers.residual, buffers.normed, tables, seq_lens, frame.page_size,
+        )  # fmt: skip
+
+        def attend(layer: int, qkv: Tensor, norm: RMSNorm | None) -> Tensor:
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            self._attention.store(layer, qkv, q, weight, eps, self._cos_sin, slots, positions)
+            if num_decodes:
+                self._attention.decode(layer, q[:num_decodes], attended[:num_decodes], tables, seq_lens)
+            if has_prefill:  # after decode, whose padding rows are prompt tokens here
+                self._attention.prefill(layer, q, attended)
+            return attended.view(num_tokens, -1)
+
+        model.forward(buffers, attend)
+
+    def _tail(self, num_rows: int, kind: Kind) -> None:
+        """Logits of the rows that draw, their draws, and where those go."""
+        frame = self._frame
+        rows = frame.fields[k.LAST_TOKEN, :num_rows]
+        logits = self._logits[:num_rows]
+        self._model.logits(self._buffers, rows, self._last[:num_rows], logits)
+        if kind.ban:
+            k.ban(frame.ring, frame.counter, logits, frame.head)
+        if kind.cut:
+            find_cuts(logits, frame.fields, self._counts, self._cut, self._num_tokens)
+        k.draw(
+            frame.meta, frame.fields, logits, self._num_tokens, self._scratch, frame.outputs, frame.token_pool,
+            self._cut if kind.cut else None, sample=kind.sample,
+        )  # fmt: skip
+
+
+def build_graph_runner(
+    model: Decoder, model_config: ModelConfig, config: EngineConfig, device: CudaDevice, num_tokens: int
+) -> GraphRunner:
+    """Not yet captured: the caller sizes the KV pool between warm_up() and capture()."""
+    return GraphRunner(FusedDecoder(model), model_config, device, config, num_tokens, model_config.windows)

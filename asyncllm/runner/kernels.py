@@ -1,0 +1,269 @@
+"""Triton: the first and the last kernels of a step: unpack, gather, sample, scatter.
+
+GPU thread. They never know a model; the sampler's numbers are sampler.py's, draw for draw.
+
+A step's arrays travel packed in one int32 entry, dense, in the order of Frame (frame.py):
+header | row fields | slots | positions | pool writes | table writes | banned places.
+"""
+
+# mypy: ignore-errors
+# Triton's language has no types, and its functions no signatures that Python would understand.
+
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Places in the header.
+NUM_TOKENS, NUM_DECODES, OUTPUT, NUM_POOL, NUM_TABLE, NUM_BANNED, NUM_ROWS = range(7)
+HEADER = 16
+# Fields of a row, each an array of the entry's max_rows.
+LAST_TOKEN, DRAWN_AT, TEMPERATURE, KEY_LOW, KEY_HIGH, TOP_K, TOP_P, LOG_MIN_P = range(8)
+NUM_FIELDS = 8
+_UNPACKERS = 128  # programs; each strides over whatever there is
+
+# __nv_logf is exact to 1 ulp; tl.log is lg2.approx, whose absolute error near 1 spoils just the largest noise.
+# The interpreter, which has no libdevice, computes tl.log with numpy.
+if triton.knobs.runtime.interpret:
+
+    @triton.jit
+    def _log(x):
+        return tl.log(x)
+
+else:
+    from triton.language.extra import libdevice
+
+    @triton.jit
+    def _log(x):
+        return libdevice.log(x)
+
+
+@triton.jit
+def _unpack(
+    ring, counter, meta, token_pool, page_table, slots, positions, entry_len, max_tokens,
+    RING: tl.constexpr, HEAD: tl.constexpr, HEADER_T: tl.constexpr, HEADER_POOL: tl.constexpr,
+    HEADER_TABLE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Copy the entry's fixed part to where the graph's kernels look for it; write token pool and page table."""
+    entry = ring + (tl.load(counter) % RING).to(tl.int64) * entry_len
+    num_tokens = tl.load(entry + HEADER_T)
+    num_pool = tl.load(entry + HEADER_POOL)
+    num_table = tl.load(entry + HEADER_TABLE)
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for begin in range(0, HEAD, PROGRAMS * BLOCK):
+        i = begin + lane
+        tl.store(meta + i, tl.load(entry + i, mask=i < HEAD), mask=i < HEAD)
+    for begin in range(0, num_tokens, PROGRAMS * BLOCK):
+        i = begin + lane
+        tl.store(slots + i, tl.load(entry + HEAD + i, mask=i < num_tokens), mask=i < num_tokens)
+        tl.store(positions + i, tl.load(entry + HEAD + num_tokens + i, mask=i < num_tokens), mask=i < num_tokens)
+    pool = entry + HEAD + 2 * num_tokens
+    for begin in range(0, num_pool, PROGRAMS * BLOCK):
+        i = begin + lane
+        at = tl.load(pool + i, mask=i < num_pool, other=0)
+        tl.store(token_pool + at, tl.load(pool + num_pool + i, mask=i < num_pool), mask=i < num_pool)
+    table = pool + 2 * num_pool
+    for begin in range(0, num_table, PROGRAMS * BLOCK):
+        i = begin + lane
+        at = tl.load(table + i, mask=i < num_table, other=0)
+        tl.store(page_table + at, tl.load(table + num_table + i, mask=i < num_table), mask=i < num_table)
+
+
+def unpack(
+    ring: Tensor,  # [RING, entry_len] int32, device
+    counter: Tensor,  # [1] int32, device: steps so far
+    meta: Tensor,  # [head] int32, device: header and row fields of the running step
+    token_pool: Tensor,  # [num_slots, max_len] int32, device
+    page_table: Tensor,  # [num_slots, max_pages] int32, device
+    slots: Tensor,  # [max_tokens] int32, device
+    positions: Tensor,  # [max_tokens] int32, device
+) -> None:
+    _unpack[(_UNPACKERS,)](
+        ring, counter, meta, token_pool, page_table, slots, positions, ring.shape[1], slots.shape[0],
+        RING=ring.shape[0], HEAD=meta.shape[0], HEADER_T=NUM_TOKENS, HEADER_POOL=NUM_POOL, HEADER_TABLE=NUM_TABLE,
+        BLOCK=128, PROGRAMS=_UNPACKERS, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gather(
+    meta, counter, token_pool, page_table, slots, positions, embedding, weight, residual, normed, tables, seq_lens,
+    eps, max_len, max_pages, num_tables,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADER_DECODES: tl.constexpr,
+):  # fmt: skip
+    """One token: its embedding and first norm; for a decode row also its pages, side by side, and its length."""
+    token = tl.program_id(0)
+    slot = tl.load(slots + token).to(tl.int64)
+    position = tl.load(positions + token)
+    if token == 0:
+        tl.store(counter, tl.load(counter) + 1)
+    token_id = tl.load(token_pool + slot * max_len + position).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    x = tl.load(embedding + token_id * SIZE + column, mask=inside, other=0.0)
+    at = token.to(tl.int64) * SIZE + column
+    tl.store(residual + at, x, mask=inside)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
+    x = x * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + at, x.to(normed.dtype.element_ty), mask=inside)
+    if token < num_tables:
+        # A token that is no decode row reads one zero of the dummy page: of length 0, XQA makes NaN.
+        decodes = token < tl.load(meta + HEADER_DECODES)
+        length = tl.where(decodes, position + 1, 1)
+        tl.store(seq_lens + token, length)
+        num_pages = (length + PAGE_SIZE - 1) // PAGE_SIZE
+        source = page_table + tl.where(decodes, slot, 0) * max_pages
+        for begin in range(0, num_pages, 256):
+            i = begin + tl.arange(0, 256)
+            page = tl.load(source + i, mask=i < num_pages, other=0)
+            tl.store(tables + token.to(tl.int64) * max_pages + i, tl.where(decodes, page, 0), mask=i < num_pages)
+
+
+def gather(
+    meta: Tensor,
+    counter: Tensor,
+    token_pool: Tensor,
+    page_table: Tensor,
+    slots: Tensor,  # [num_tokens] int32, device
+    positions: Tensor,
+    embedding: Tensor,  # [vocab_size, hidden_size] bf16, device
+    weight: Tensor,  # [hidden_size]: of the first block's norm
+    eps: float,
+    residual: Tensor,  # [num_tokens, hidden_size] bf16, device
+    normed: Tensor,
+    tables: Tensor,  # [num_decodes padded, max_pages] int32, device
+    seq_lens: Tensor,  # [num_decodes padded] int32, device
+    page_size: int,
+) -> None:
+    size = embedding.shape[1]
+    _gather[(slots.shape[0],)](
+        meta, counter, token_pool, page_table, slots, positions, embedding, weight, residual, normed, tables, seq_lens,
+        eps, token_pool.shape[1], page_table.shape[1], seq_lens.shape[0],
+        SIZE=size, BLOCK=triton.next_power_of_2(size), PAGE_SIZE=page_size, HEADER_DECODES=NUM_DECODES,
+        num_warps=4 if size <= 2048 else 8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _ban(ring, counter, logits, entry_len, vocab, RING: tl.constexpr, HEAD: tl.constexpr, HEADER_T: tl.constexpr,
+         HEADER_POOL: tl.constexpr, HEADER_TABLE: tl.constexpr, HEADER_BANNED: tl.constexpr, BLOCK: tl.constexpr,
+         PROGRAMS: tl.constexpr):  # fmt: skip
+    # The forward has counted this step already.
+    entry = ring + ((tl.load(counter) - 1) % RING).to(tl.int64) * entry_len
+    skipped = 2 * (tl.load(entry + HEADER_T) + tl.load(entry + HEADER_POOL) + tl.load(entry + HEADER_TABLE))
+    num_banned = tl.load(entry + HEADER_BANNED)
+    banned = entry + HEAD + skipped
+    for begin in range(0, num_banned, PROGRAMS * BLOCK):
+        i = begin + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        row = tl.load(banned + i, mask=i < num_banned, other=0).to(tl.int64)
+        token_id = tl.load(banned + num_banned + i, mask=i < num_banned, other=0)
+        tl.store(logits + row * vocab + token_id, float("-inf"), mask=i < num_banned)
+
+
+def ban(ring: Tensor, counter: Tensor, logits: Tensor, head: int) -> None:
+    """Minus infinity at the step's banned places: (row, token id) pairs at the end of its entry."""
+    _ban[(16,)](ring, counter, logits, ring.shape[1], logits.shape[1], RING=ring.shape[0], HEAD=head,
+                HEADER_T=NUM_TOKENS, HEADER_POOL=NUM_POOL, HEADER_TABLE=NUM_TABLE, HEADER_BANNED=NUM_BANNED,
+                BLOCK=128, PROGRAMS=16)  # fmt: skip
+
+
+@triton.jit
+def _noise(counter, key_low, key_high):
+    """sampler.gumbel of the token ids 4 * counter .. 4 * counter + 3, interleaved."""
+    zero = counter * 0
+    seed = (key_high.to(tl.uint64) << 32) | (key_low.to(tl.uint32).to(tl.uint64))
+    a, b, c, d = tl.philox(seed, counter, zero, zero, zero)
+    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.uint32, bitcast=True)
+    uniform = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23; exact
+    return -_log(-_log(uniform))
+
+
+@triton.jit
+def _draw_block(
+    logits, fields, best, best_id, largest, cutoff, cut_id, vocab, num_tokens, max_rows, num_blocks,
+    TEMPERATURE_F: tl.constexpr, KEY_LOW_F: tl.constexpr, KEY_HIGH_F: tl.constexpr,
+    BLOCK: tl.constexpr, SAMPLE: tl.constexpr, FILTER: tl.constexpr,
+):  # fmt: skip
+    """The best token among BLOCK of one row: by logit, or by scaled logit plus noise; relative to the block's
+    largest logit, so that no temperature overflows."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    token_id = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token_id < num_tokens
+    x = tl.load(logits + row.to(tl.int64) * vocab + token_id, mask=inside, other=float("-inf")).to(tl.float32)
+    top = tl.max(x, 0)
+    top = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), top)
+    finite_top = tl.where(top > float("-inf"), top, 0.0)
+    value = x - finite_top
+    if SAMPLE:
+        temperature = tl.load(fields + TEMPERATURE_F * max_rows + row).to(tl.float32, bitcast=True)
+        if temperature > 0:
+            key_low = tl.load(fields + KEY_LOW_F * max_rows + row)
+            key_high = tl.load(fields + KEY_HIGH_F * max_rows + row)
+            value = value / temperature
+            if FILTER:
+                low, last = tl.load(cutoff + row), tl.load(cut_id + row)
+                value = tl.where((x > low) | ((x == low) & (token_id <= last)), value, float("-inf"))
+            value += _noise(block * (BLOCK // 4) + tl.arange(0, BLOCK // 4), key_low, key_high)
+    at = row * num_blocks + block
+    tl.store(best + at, tl.max(value, 0))
+    tl.store(best_id + at, block * BLOCK + tl.argmax(value, 0, tie_break_left=True))
+    tl.store(largest + at, top)
+
+
+@triton.jit
+def _draw_row(
+    meta, fields, best, best_id, largest, outputs, token_pool, max_rows, num_blocks,
+    DRAWN_AT_F: tl.constexpr, TEMPERATURE_F: tl.constexpr, HEADER_OUTPUT: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The best of a row's blocks, to the output ring and to the token pool."""
+    row = tl.program_id(0)
+    block = tl.arange(0, BLOCKS)
+    inside = block < num_blocks
+    at = row * num_blocks + block
+    top = tl.load(largest + at, mask=inside, other=float("-inf"))
+    is_nan = tl.max((top != top).to(tl.int32), 0) > 0
+    overall = tl.max(top, 0)
+    temperature = tl.load(fields + TEMPERATURE_F * max_rows + row).to(tl.float32, bitcast=True)
+    temperature = tl.where(temperature > 0, temperature, 1.0)
+    value = tl.load(best + at, mask=inside, other=float("-inf")) + (top - overall) / temperature
+    value = tl.where(top > float("-inf"), value, float("-inf"))
+    winner = tl.argmax(value, 0, tie_break_left=True)
+    token_id = tl.max(tl.where(block == winner, tl.load(best_id + at, mask=inside, other=0), 0), 0)
+    broken = is_nan | (overall == float("inf")) | (overall == float("-inf"))
+    output = tl.load(meta + HEADER_OUTPUT)
+    tl.store(outputs + output * max_rows + row, tl.where(broken, -1, token_id))  # -1: NO_TOKEN
+    # The pool takes a harmless id where there is none: the row may be in the next step already.
+    tl.store(token_pool + tl.load(fields + DRAWN_AT_F * max_rows + row), tl.where(broken, 0, token_id))
+
+
+BLOCK_TOKENS = 4096  # of a row's logits a program draws from; 38 programs a row at 151,936
+
+
+def draw(
+    meta: Tensor,
+    fields: Tensor,  # [NUM_FIELDS, max_rows] int32, device
+    logits: Tensor,  # [num_rows, vocab_size] bf16, device
+    num_tokens: int,  # ids that may be drawn; the head's rows beyond are padding
+    scratch: "tuple[Tensor, Tensor, Tensor]",  # [max_rows, blocks]: best float32, id int32, largest float32
+    outputs: Tensor,  # [RING, max_rows] int32, device
+    token_pool: Tensor,
+    cut: "tuple[Tensor, Tensor] | None",  # [max_rows]: least logit kept float32, last id kept at that logit int32
+    *,
+    sample: bool,
+) -> None:
+    """One token a row, into the step's row of `outputs` and into the token pool."""
+    num_rows, vocab = logits.shape
+    num_blocks = triton.cdiv(num_tokens, BLOCK_TOKENS)
+    best, best_id, largest = scratch
+    cutoff, cut_id = cut or (best, best_id)
+    _draw_block[(num_rows, num_blocks)](
+        logits, fields, best, best_id, largest, cutoff, cut_id, vocab, num_tokens, fields.shape[1], num_blocks,
+        TEMPERATURE_F=TEMPERATURE, KEY_LOW_F=KEY_LOW, KEY_HIGH_F=KEY_HIGH,
+        BLOCK=BLOCK_TOKENS, SAMPLE=sample, FILTER=cut is not None, num_warps=4,
+    )  # fmt: skip
+    _draw_row[(num_rows,)](
+        meta, fields, best, best_id, largest, outputs, token_pool, fields.shape[1], num_blocks,
+        DRAWN_AT_F=DRAWN_AT, TEMPERATURE_F=TEMPERATURE, HEADER_OUTPUT=OUTPUT,
+        BLOCKS=triton.next_power_of_2(num_blocks), num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,224 @@
+"""GPU workloads on one engine, one JSON line each: burst-256, one stream, prefill-heavy, shared prefix.
+
+    python -m bench.burst MODEL [--work burst one ...] [--runs 3] [--no-overlap] [--burn] [--option num_pages=900 ...]
+
+Every run has fresh prompts; the first is a warm-up of its own, the figure is the median of the rest. `burst` is the
+Mini-SGLang offline benchmark: 256 requests at once, prompts and answers of 100 to 1024 tokens, lengths by seed(0).
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+import statistics
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncllm import build
+from asyncllm import config as configs
+from asyncllm.llm import AsyncLLM
+from asyncllm.types import SamplingParams
+
+
+class Request(NamedTuple):
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+def burst(run: int) -> list[Request]:
+    rng, fresh = random.Random(0), random.Random(f"burst {run}")
+    lengths = []
+    for _ in range(256):
+        prompt_len = rng.randint(100, 1024)
+        lengths.append(prompt_len)
+        for _ in range(prompt_len):
+            rng.randint(0, 10000)
+    outputs = [rng.randint(100, 1024) for _ in range(256)]
+    return [_request(fresh, n, out, temperature=0.6) for n, out in zip(lengths, outputs, strict=True)]
+
+
+def one(run: int) -> list[Request]:
+    return [_request(random.Random(f"one {run}"), 512, 512)]
+
+
+def prefill(run: int) -> list[Request]:
+    fresh = random.Random(f"prefill {run}")
+    return [_request(fresh, 4000, 8) for _ in range(64)]
+
+
+def shared(run: int) -> list[Request]:
+    fresh = random.Random(f"shared {run}")
+    prefix = [fresh.randint(10, 9999) for _ in range(2048)]
+    return [Request(prefix + r.prompt_ids, r.params) for r in (_request(fresh, 100, 128) for _ in range(256))]
+
+
+WORKS = {"burst": burst, "one": one, "prefill": prefill, "shared": shared}
+
+
+def _request(rng: random.Random, prompt_len: int, max_tokens: int, temperature: float = 0.0) -> Request:
+    params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=max_tokens)
+    return Request([rng.randint(10, 9999) for _ in range(prompt_len)], params)
+
+
+class Clock:
+    """Device time of every step, from events on the engine's stream; read when the work is done."""
+
+    def __init__(self) -> None:
+        self._events: dict[int, dict[str, Any]] = {}
+
+    def attach(self, runner: Any) -> None:
+        import torch
+
+        def on_step(step: int, moment: str) -> None:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.setdefault(step, {})[moment] = event
+
+        runner.on_step = on_step
+
+    def take(self) -> list[tuple[float, float]]:
+        """(begin, end) of each step in ms from the first begin; forgets them."""
+        steps = [step for _, step in sorted(self._events.items()) if len(step) == 2]
+        self._events = {}
+        if not steps:
+            return []
+        steps[-1]["end"].synchronize()
+        zero = steps[0]["begin"]
+        return [(zero.elapsed_time(step["begin"]), zero.elapsed_time(step["end"])) for step in steps]
+
+
+class House(NamedTuple):
+    llm: AsyncLLM
+    runner: Any
+    clock: Clock
+    config: configs.EngineConfig
+    ready_s: float
+
+
+@asynccontextmanager
+async def open_house(model: str, **options: Any) -> AsyncIterator[House]:
+    """build.serving() with the runner in reach."""
+    began_s = time.monotonic()
+    folder = Path(model)
+    config = configs.make(model=model, **options)
+    tokenizer, template = build._load_words(folder)
+    engine_config, limits = build._decide(config, folder, tokenizer)
+    made: list[Any] = []
+
+    def make_runner() -> Any:
+        made.append(build._make_runner(folder, engine_config, limits))
+        return made[0]
+
+    async with build.running(
+        make_runner, engine_config, limits, tokenizer=tokenizer, chat_template=template, model_name=folder.name
+    ) as llm:
+        runner = made[0].runner if isinstance(made[0], build.SizedRunner) else made[0]
+        clock = Clock()
+        if hasattr(runner, "on_step"):
+            clock.attach(runner)
+        yield House(llm, runner, clock, engine_config, time.monotonic() - began_s)
+
+
+async def generate(llm: AsyncLLM, requests: list[Request]) -> tuple[float, int, list[float]]:
+    """Seconds, output tokens, and each request's time to the first token."""
+
+    async def read(request: Request) -> tuple[int, float]:
+        async with llm.submit(request.prompt_ids, request.params) as stream:
+            done = await stream.result()
+        assert done.timings is not None
+        return len(done.token_ids), done.timings.first_token_s - done.timings.arrival_s
+
+    began_s = time.perf_counter()
+    answers = await asyncio.gather(*(read(request) for request in requests))
+    return time.perf_counter() - began_s, sum(n for n, _ in answers), [first_s for _, first_s in answers]
+
+
+@contextmanager
+def burning(share: float = 0.7, period_s: float = 0.01) -> Iterator[None]:
+    """A thread of pure Python that wants `share` of a core."""
+    stop = threading.Event()
+
+    def burn() -> None:
+        while not stop.is_set():
+            until_s = time.perf_counter() + share * period_s
+            while time.perf_counter() < until_s:
+                pass
+            time.sleep((1 - share) * period_s)
+
+    thread = threading.Thread(target=burn, name="burner")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+async def measure(house: House, work: str, runs: int) -> dict[str, Any]:
+    figures: list[dict[str, float]] = []
+    for run in range(runs + 1):
+        house.clock.take()
+        requests = WORKS[work](run)
+        seconds, num_tokens, firsts_s = await generate(house.llm, requests)
+        steps = house.clock.take()
+        longest = max(request.params.max_tokens or 1 for request in requests)
+        figures.append(
+            {
+                "tok_s": num_tokens / seconds,
+                "seconds": seconds,
+                "in_tok_s": sum(len(r.prompt_ids) for r in requests) / seconds,
+                "ms_per_token": 1e3 * (seconds - max(firsts_s)) / max(1, longest - 1),
+                "ttft_ms": 1e3 * statistics.median(firsts_s),
+                "num_steps": len(steps),
+                "occupancy": sum(end - begin for begin, end in steps) / (1e3 * seconds),
+            }
+        )
+    steady = figures[1:]
+    return {name: round(statistics.median(figure[name] for figure in steady), 4) for name in steady[0]} | {
+        "first_tok_s": round(figures[0]["tok_s"], 1),
+        "all_tok_s": [round(figure["tok_s"]) for figure in steady],
+    }
+
+
+def machine() -> dict[str, str]:
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {"gpu": gpu, "torch": torch.__version__, "python": platform.python_version()}
+
+
+async def run(args: argparse.Namespace) -> None:
+    options = {name: json.loads(value) for name, _, value in (pair.partition("=") for pair in args.option)}
+    async with open_house(args.model, overlap=args.overlap, **options) as house:
+        base = machine() | {"model": Path(args.model).name, "overlap": house.config.overlap}
+        base |= {"ready_s": round(house.ready_s, 1)}
+        for work in args.work:
+            for burn in (False, True) if args.burn else (False,):
+                if burn:
+                    with burning():
+                        figures = await measure(house, work, args.runs)
+                else:
+                    figures = await measure(house, work, args.runs)
+                print(json.dumps({"work": work, "burn": burn} | figures | base), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--work", nargs="+", default=["burst"], choices=tuple(WORKS))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--burn", action="store_true", help="once more beside a thread that burns 70%% of a core")
+    parser.add_argument("--option", nargs="*", default=[], help="Config fields as name=json")
+    import uvloop
+
+    uvloop.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
