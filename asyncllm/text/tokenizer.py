@@ -68,7 +68,7 @@ class Tokenizer:
             ContextTooLong: more than max_len ids; long before tokenising where the length alone shows it.
             InvalidRequest: the text holds half a surrogate pair, so it is no Unicode.
         """
-        self._refuse_hopeless(len(text), max_len)
+        self.check_chars(len(text), max_len)
         encoding = _encoding(self._backend, text, add_special_tokens=True)
         _check_len(len(encoding), max_len)  # before .ids, which builds millions of ints under the GIL
         return list(encoding.ids)
@@ -81,7 +81,7 @@ class Tokenizer:
         Raises:
             ContextTooLong, InvalidRequest: as in encode.
         """
-        self._refuse_hopeless(len(text) - (text.count(mark) if mark else 0), max_len)
+        self.check_chars(len(text) - (text.count(mark) if mark else 0), max_len)
         ids: list[int] = []
         for piece in self.control.split(text):
             if isinstance(piece, int):
@@ -93,6 +93,15 @@ class Tokenizer:
             ids += encoding.ids
         _check_len(len(ids), max_len)
         return ids
+
+    def check_chars(self, num_chars: int, max_len: int | None) -> None:
+        """Refuse text that is too long whatever its tokens.
+
+        Raises:
+            ContextTooLong: so many characters cannot be max_len tokens.
+        """
+        if max_len is not None and (num_tokens := self.num_tokens_at_least(num_chars)) > max_len:
+            raise context_too_long(max_len, f"at least {num_tokens}")
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental detokenizer for one sequence."""
@@ -108,10 +117,6 @@ class Tokenizer:
     def num_tokens_at_least(self, num_chars: int) -> int:
         """A lower bound of the tokens that so much text has; 0 when this tokenizer gives none."""
         return -(-num_chars // self._most_chars_a_token) if self._most_chars_a_token else 0
-
-    def _refuse_hopeless(self, num_chars: int, max_len: int | None) -> None:
-        if max_len is not None and (num_tokens := self.num_tokens_at_least(num_chars)) > max_len:
-            raise context_too_long(max_len, f"at least {num_tokens}")
 
 
 def _encoding(backend: Backend, text: str, *, add_special_tokens: bool) -> Encoding:
