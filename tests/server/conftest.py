@@ -86,6 +86,12 @@ def _text(choice: dict[str, Any]) -> Any:
     return choice.get("delta", choice.get("message")).get("content")
 
 
+def refused(answer: Answer, param: str | None) -> None:
+    assert answer.status == 400
+    assert answer.error["type"] == "invalid_request_error"
+    assert answer.error["param"] == param
+
+
 class Served:
     """A running server and a client of it."""
 
