@@ -37,6 +37,10 @@ def load_model(folder: str | Path, config: ModelConfig, placement: Placement) ->
         return model
 
 
+class _Bar(tqdm):  # type: ignore[misc]
+    monitor_interval = 0  # its monitor thread would outlive the bar, into the server
+
+
 class FolderWeights:
     """The tensors of a folder by name, read one at a time."""
 
@@ -55,7 +59,7 @@ class FolderWeights:
         where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)
         total = sum(path.stat().st_size for path in paths)
         hidden = True if total < BAR_BYTES else None  # None: shown on a terminal only
-        bar = stack.enter_context(tqdm(total=len(where), desc="loading weights", unit="tensor", disable=hidden))
+        bar = stack.enter_context(_Bar(total=len(where), desc="loading weights", unit="tensor", disable=hidden))
         return cls(where, placement, bar)
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -72,13 +76,17 @@ class FolderWeights:
 
     def __call__(self, name: str, num_rows: int | None = None) -> Tensor:
         """One tensor, or its first rows, in the placement's dtype on its device."""
-        self._bar.update()
-        tensor: Tensor = self._where[name].get_slice(name)[:num_rows]
-        return tensor.to(self._placement.device, self._placement.dtype)
+        # A copy, always: a view of the mapped file would keep the whole file in memory.
+        return self._read(name, num_rows).to(self._placement.device, self._placement.dtype, copy=True)
 
     def fused(self, *names: str) -> Tensor:
-        """Several tensors stacked along their rows. One after another: the peak is one fused weight more."""
-        return torch.cat([self(name) for name in names])
+        """Several tensors stacked along their rows."""
+        return torch.cat([self._read(name) for name in names]).to(self._placement.device, self._placement.dtype)
+
+    def _read(self, name: str, num_rows: int | None = None) -> Tensor:
+        self._bar.update()
+        tensor: Tensor = self._where[name].get_slice(name)[:num_rows]
+        return tensor
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -36,7 +36,7 @@ class Tables:
         self.token_pool = device.zeros((num_slots, self.max_len), torch.int32)
         self.page_table = device.zeros((num_slots, self.max_pages), torch.int64)
         self.outputs = device.zeros((OUTPUT_RING, config.max_running), torch.int32)
-        # HND. Zeros, not empty: on a CPU untouched zero pages cost nothing, and page 0 must hold no NaN.
+        # HND. Zeros, because page 0 pads what attention gathers and must hold no NaN.
         self.kv = device.zeros((num_layers, config.num_pages, 2, num_kv_heads, config.page_size, head_dim), dtype)
 
     def __repr__(self) -> str:
