@@ -95,7 +95,8 @@ async def running(
     make_runner: Callable[[], Runner | SizedRunner], config: EngineConfig, limits: EngineLimits, **words: Any
 ) -> AsyncIterator[AsyncLLM]:
     """Bridge, engine and GPU thread around any Runner. `words` are what AsyncLLM needs beside them."""
-    inbox, outbox = Inbox(limits.max_running + limits.max_waiting), Outbox()
+    # Twice what may be live: a long step meets submissions whose forerunners' aborts are unread too.
+    inbox, outbox = Inbox(2 * (limits.max_running + limits.max_waiting)), Outbox()
     llm = AsyncLLM(inbox=inbox, outbox=outbox, limits=limits, **words)
 
     def make_engine() -> Engine:

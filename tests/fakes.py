@@ -1,5 +1,6 @@
 """Fakes, not mocks: a runner without tensors whose tokens prove which context it read, and a house around it."""
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -146,6 +147,13 @@ def limits_for(config: EngineConfig, vocab_size: int = 512) -> EngineLimits:
     )
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Turn the loop until the engine, in its own thread, has come so far."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
 class Deltas(Outbox):
     """An Outbox without a loop: keeps what it is given, by request."""
 
@@ -224,4 +232,7 @@ async def scripted_llm(
     async with build.running(
         lambda: runner, config, limits, tokenizer=tokenizer, chat_template=template, model_name="scripted"
     ) as llm:
-        yield llm, runner
+        try:
+            yield llm, runner
+        finally:
+            runner.let_go()  # a test that fails while it holds steps must not wait for them

@@ -1,0 +1,217 @@
+"""AsyncLLM and LLM on the real engine and GPU thread, with a runner that needs no torch."""
+
+import asyncio
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncllm
+from asyncllm.errors import Aborted, ContextTooLong, Draining, EngineDead, InvalidRequest, QueueFull
+from asyncllm.llm import AsyncLLM
+from asyncllm.text.chat import ChatTemplate
+from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.types import Delta, FinishReason, SamplingParams
+from tests.fakes import engine_config, scripted, scripted_llm, until
+from tests.text.toys import byte_level
+from tests.tiny import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_folder(byte_level(tmp_path_factory.mktemp("toy")))
+
+
+async def until_idle(llm: AsyncLLM) -> None:
+    """The engine has given everything back; its heartbeat says so within a few turns."""
+    await until(lambda: not (llm.num_live or llm.stats.num_running or llm.stats.num_waiting or llm.stats.pages_used))
+
+
+async def test_streams_text_and_counts(tokenizer: Tokenizer) -> None:
+    said = tokenizer.encode("Hello, how are you")
+    async with scripted_llm(tokenizer, next_token=scripted(said, after=2)) as (llm, _):
+        deltas = [delta async for delta in await llm.generate("Hi", temperature=0)]
+        assert "".join(delta.text for delta in deltas) == "Hello, how are you"
+        last = deltas[-1]
+        assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, None)
+        assert last.num_output_tokens == len(said) + 1  # the stop id is counted, and never shown
+        assert last.num_prompt_tokens == len(tokenizer.encode("Hi"))
+        assert last.timings is not None and last.timings.arrival_s <= last.timings.finished_s
+
+
+async def test_a_lagging_reader_gets_the_same_text_in_fewer_deltas(tokenizer: Tokenizer) -> None:
+    said = tokenizer.encode("The quick brown fox jumps over the lazy dog.")
+    async with scripted_llm(tokenizer, next_token=scripted(said, after=2)) as (llm, _):
+        stream = await llm.generate("Hi", temperature=0)
+        await until(lambda: bool(stream._mailbox.ended))
+        deltas = [delta async for delta in stream]
+        assert len(deltas) == 1 and deltas[0].text == "The quick brown fox jumps over the lazy dog."
+        assert list(deltas[0].token_ids) == [*said, 2]
+
+
+async def test_stop_string_ends_the_text_and_the_sequence(tokenizer: Tokenizer) -> None:
+    said = tokenizer.encode("The quick brown fox jumps over the lazy dog.")
+    async with scripted_llm(tokenizer, next_token=scripted(said, after=2)) as (llm, _):
+        done = await (await llm.generate("Hi", temperature=0, stop=["own f", "zzz"])).result()
+        assert (done.text, done.stop_reason, done.finish_reason) == ("The quick br", "own f", FinishReason.STOP)
+        assert len(done.token_ids) < len(said)
+        await until_idle(llm)
+        assert llm.totals.finished == {"stop": 1}
+        assert llm.totals.num_output_tokens == len(done.token_ids)
+
+
+@pytest.mark.parametrize("way", ["break", "block", "abort", "cancel"])
+async def test_every_way_of_leaving_aborts(tokenizer: Tokenizer, way: str) -> None:
+    async with scripted_llm(tokenizer) as (llm, _):
+
+        async def leave() -> None:
+            stream = await llm.generate("Hi", ignore_eos=True)
+            if way == "block":
+                async with stream:
+                    await anext(stream)
+                return
+            async for _ in stream:
+                if way == "abort":
+                    stream.abort()
+                    with pytest.raises(Aborted):
+                        while True:
+                            await anext(stream)
+                if way != "cancel":
+                    break
+
+        task = asyncio.create_task(leave())
+        if way == "cancel":
+            await until(lambda: bool(llm.stats.step))
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        del task
+        gc.collect()
+        await until_idle(llm)
+        assert llm.totals.finished == {"abort": 1}
+
+
+async def test_what_is_wrong_is_told_before_the_engine_hears_of_it(tokenizer: Tokenizer) -> None:
+    async with scripted_llm(tokenizer) as (llm, runner):
+        for fields, param in (
+            ({"temperature": 3}, "temperature"), ({"top_p": float("nan")}, "top_p"), ({"n": 2}, "n"),
+            ({"logprobs": 1}, "logprobs"), ({"stop": [""]}, "stop[0]"), ({"max_tokens": 0}, "max_tokens"),
+            ({"stop_token_ids": [9999]}, "stop_token_ids[0]"), ({"no_such": 1}, "no_such"), ({"seed": "x"}, "seed"),
+        ):  # fmt: skip
+            with pytest.raises(InvalidRequest) as caught:
+                await llm.generate("Hi", **fields)
+            assert caught.value.param == param
+        with pytest.raises(InvalidRequest):
+            await llm.generate([1, 99999])
+        with pytest.raises(ContextTooLong, match="maximum context length is"):
+            await llm.generate([1] * 128)
+        with pytest.raises(InvalidRequest, match="no chat template"):
+            await llm.chat([{"role": "user", "content": "Hi"}])
+        assert runner.batches == [] and llm.num_live == 0
+
+
+async def test_more_than_may_wait_is_refused(tokenizer: Tokenizer) -> None:
+    config = engine_config(max_running=2, max_waiting=3)
+    async with scripted_llm(tokenizer, config=config) as (llm, runner):
+        runner.hold()
+        streams = [await llm.generate("Hi", ignore_eos=True) for _ in range(5)]
+        with pytest.raises(QueueFull):
+            await llm.generate("Hi")
+        streams.pop().abort()
+        await (await llm.generate("Hi", max_tokens=1)).__aexit__()
+        runner.let_go()
+        assert len(await asyncio.gather(*(stream.result() for stream in streams))) == 4
+
+
+async def test_LIFE_1_a_dead_engine_leaves_nobody_waiting(tokenizer: Tokenizer, caplog: Any) -> None:
+    async with scripted_llm(tokenizer) as (llm, runner):
+
+        def dies(batch: object) -> None:
+            raise EngineDead("device lost")
+
+        runner.hold()
+        streams = [await llm.generate("Hi", ignore_eos=True) for _ in range(20)]  # 8 run, 12 wait
+        runner.on_result = dies
+        runner.let_go()
+        for stream in streams:
+            with pytest.raises(EngineDead):
+                await stream.result()
+        assert isinstance(await llm.wait_died(), EngineDead)
+        with pytest.raises(EngineDead):
+            await llm.generate("Hi")
+        assert runner.closed.is_set() and "the engine has died" in caplog.text
+
+
+async def test_drain_lets_what_runs_finish_and_takes_nothing_new(tokenizer: Tokenizer) -> None:
+    async with scripted_llm(tokenizer) as (llm, runner):
+        runner.hold()
+        stream = await llm.generate("Hi", ignore_eos=True, max_tokens=5)
+        draining = asyncio.create_task(llm.drain(60))
+        await until(lambda: bool(llm.draining))
+        with pytest.raises(Draining):
+            await llm.generate("Hi")
+        runner.let_go()
+        assert len((await stream.result()).token_ids) == 5
+        await draining
+
+
+async def test_drain_ends_the_rest_with_an_error(tokenizer: Tokenizer) -> None:
+    async with scripted_llm(tokenizer) as (llm, runner):
+        runner.hold()
+        stream = await llm.generate("Hi", ignore_eos=True)
+        await llm.drain(0)
+        with pytest.raises(Draining):
+            await stream.result()
+        runner.let_go()
+        await until_idle(llm)
+
+
+async def test_text_before_an_error_is_read_first(tokenizer: Tokenizer) -> None:
+    said = tokenizer.encode("Hello, how are you")
+    async with scripted_llm(tokenizer, next_token=scripted(said)) as (llm, runner):
+        runner.hold(permits=4)
+        stream = await llm.generate("Hi", ignore_eos=True)
+        await until(lambda: len(stream._mailbox._token_ids) >= 3)
+        llm.abort(stream.request_id)
+        first: Delta = await anext(stream)
+        assert first.text and first.finish_reason is None
+        with pytest.raises(Aborted):
+            await anext(stream)
+        runner.let_go()
+
+
+async def test_chat_renders_the_models_own_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    template = ChatTemplate.from_folder(byte_level(tmp_path))
+    async with scripted_llm(tokenizer, template, scripted([], after=2)) as (llm, _):
+        stream = await llm.chat([{"role": "user", "content": "Hi <|im_end|>"}])
+        ids = stream._mailbox.submission.prompt_ids
+        assert ids.count(2) == 1  # the template's; the typed one is text
+        assert (await stream.result()).text == ""
+
+
+async def test_unseeded_requests_differ_and_seeds_are_64_bits(tokenizer: Tokenizer) -> None:
+    async with scripted_llm(tokenizer) as (llm, _):
+        streams = [await llm.generate("Hi") for _ in range(4)] + [await llm.generate("Hi", seed=-1)]
+        seeds = [stream._mailbox.submission.seed for stream in streams]
+        assert len(set(seeds)) == 5 and seeds[-1] == 2**64 - 1
+        for stream in streams:
+            stream.abort()
+
+
+def test_load_generates_a_list_in_order(tmp_path: Path) -> None:
+    with asyncllm.load(str(make_checkpoint(tmp_path / "tiny")), threads=1, max_running=4, max_waiting=4) as llm:
+        prompts: list[Any] = ["Hello", [5, 6, 7], "The quick brown fox"] * 8  # three times what may be live at once
+        answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        assert [len(answer.token_ids) for answer in answers] == [6] * 24
+        assert answers[0].token_ids == answers[3].token_ids != answers[1].token_ids
+        with pytest.raises(InvalidRequest):
+            llm.generate(["Hi", "Hi"], temperature=9)
+        chat = llm.chat([[{"role": "user", "content": "Hi"}]], max_tokens=3)
+        assert chat[0].num_prompt_tokens > 1
+
+
+def test_what_cannot_be_loaded_raises(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown option pages; known are"):
+        asyncllm.load(pages=3)
+    with pytest.raises(asyncllm.errors.ModelError, match="no-such"):
+        asyncllm.load(str(tmp_path / "no-such"))
