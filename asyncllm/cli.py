@@ -10,16 +10,21 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 from . import __version__
 from . import config as configs
 from .config import ATTENTIONS, DEVICES, DTYPES, Config
-from .errors import ModelError
+from .errors import AsyncLLMError
 
+EXIT_FAILED_REQUESTS = 1
 EXIT_CANNOT_START = 2
 EXIT_INTERRUPTED = 130
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,15 +32,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        sys.exit(_run(_serve(args)))
-    except (ModelError, ValueError, OSError) as error:
+        sys.exit(args.run(args))
+    except (AsyncLLMError, ValueError, OSError) as error:
         print(f"asyncllm: {error}", file=sys.stderr)
         sys.exit(EXIT_CANNOT_START)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
 
 
-async def _serve(args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace) -> int:
+    return _run(_serving(args))
+
+
+async def _serving(args: argparse.Namespace) -> int:
     from . import build
     from .server.app import serve
     from .server.settings import Settings
@@ -57,6 +66,51 @@ def _curl(url: str, model: str, *, chat: bool) -> str:
     route = "chat/completions" if chat else "completions"
     body = json.dumps({"model": model, **asked, "temperature": 0, "stream": True}).replace("'", "'\\''")
     return f"curl -N {url}/v1/{route} -H 'Content-Type: application/json' -d '{body}'\n"
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from .client import chat
+
+    fields = {name: value for name in ("temperature", "max_tokens") if (value := getattr(args, name)) is not None}
+    if _is_url(args.model):
+        opening = partial(chat.over_http, args.model, os.environ.get("OPENAI_API_KEY"), args.served_model_name, fields)
+    else:
+        opening = partial(_engine_answers, _config(args), fields)
+    return chat.talk(opening, args.system)
+
+
+def _is_url(target: str | None) -> bool:
+    return target is not None and target.startswith(("http://", "https://"))
+
+
+@asynccontextmanager
+async def _engine_answers(config: Config, fields: dict[str, Any]) -> AsyncIterator[tuple[str, Any]]:
+    """An engine in this process as what a chat talks to: the client's floor does not know engines."""
+    from . import build
+    from .client.chat import Piece
+
+    async with build.serving(config) as llm:
+
+        @asynccontextmanager
+        async def answer(messages: list[dict[str, str]]) -> AsyncIterator[AsyncIterator[Piece]]:
+            async with await llm.chat(messages, **fields) as stream:
+                yield (Piece(delta.text, delta.num_output_tokens) async for delta in stream)
+
+        yield llm.model_name, answer
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from .client import load, report
+
+    kind: Literal["rate", "concurrency"] = "rate" if args.concurrency is None else "concurrency"
+    values = args.rate if args.concurrency is None else args.concurrency
+    given = {name: value for name in load.Options.__struct_fields__ if (value := getattr(args, name, None)) is not None}
+    options = load.Options(
+        **given | {"goodput_ms": report.goodput_limits(args.goodput)},
+        loads=tuple(load.Load(kind=kind, value=value) for value in values),
+        api_key=os.environ.get("OPENAI_API_KEY"),
+    )
+    return 0 if all(run["num_failed"] == 0 for run in load.bench(options)) else EXIT_FAILED_REQUESTS
 
 
 def _run(main: Coroutine[Any, Any, int]) -> int:
@@ -85,13 +139,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="asyncllm", description="Serve a language model to many clients at once.")
     parser.add_argument("--version", action="version", version=f"asyncllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser(
-        "serve",
-        help="serve a model over HTTP",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    _add_server_flags(serve)
-    _add_engine_flags(serve)
+    for name, run, help_text, *groups in (
+        ("serve", _serve, "serve a model over HTTP", _add_server_flags, _add_engine_flags),
+        ("chat", _chat, "talk to a server, or to a model in this process", _add_chat_flags, _add_engine_flags),
+        ("bench", _bench, "measure a server under load, one JSON line a run", _add_bench_flags),
+    ):
+        command = commands.add_parser(name, help=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        command.set_defaults(run=run)
+        for add_flags in groups:
+            add_flags(command)
     return parser
 
 
@@ -101,9 +157,58 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, help="port to listen on; 0 lets the system choose")
     add("--served-model-name", help="the model's name in requests and replies, if not its own")
-    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what to log to stderr")
+    add("--log-level", default="info", choices=LOG_LEVELS, help="what to log to stderr")
     add("--drain-seconds", type=float, default=30.0, help="after SIGTERM, how long running requests may go on")
     add("--max-body-bytes", type=int, default=32 << 20, help="the largest request body")
+
+
+def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", metavar="URL|MODEL", help="a server (key: OPENAI_API_KEY), or a model as in serve")
+    add("--served-model-name", help="which of the server's models; by default its first")
+    add("--system", help="a system message")
+    add("--temperature", type=float, help="0 always takes the likeliest token")
+    add("--max-tokens", type=int, help="the longest answer")
+    add("--log-level", default="warning", choices=LOG_LEVELS, help="what to log to stderr")
+
+
+def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    """The names of load.Options; what is not given has its default there."""
+    add = partial(parser.add_argument, default=argparse.SUPPRESS)
+    add("url", help="any OpenAI-compatible server (key: OPENAI_API_KEY)")
+    add("--model", help="by default the server's first")
+    add("--endpoint", choices=("completions", "chat"), help="what to ask; default: completions")
+    add("--prompt", choices=("ids", "text"), help="random token ids, or as many words; default: ids, for a chat text")
+    add("--num-requests", type=int, help="in each run; default: 256")
+    parser.add_argument("--rate", type=_floats, default="inf", help="requests a second, Poisson; or a sweep: 1,2,inf")
+    parser.add_argument("--concurrency", type=_floats, help="instead: so many at a time; or a sweep")
+    add("--prompt-len", type=_span, help="tokens, as 512 or 100:1024; default: 512")
+    add("--output-len", type=_span, help="tokens, as 128 or 100:1024; default: 128")
+    add("--shared-prefix-len", type=int, help="tokens before each prompt, the same for all; default: 0")
+    add("--vocab-size", type=int, help="random ids are below it; default: 10000")
+    add("--temperature", type=float, help="default: 0")
+    add("--ignore-eos", action=argparse.BooleanOptionalAction, help="answers of full length; default: yes")
+    parser.add_argument("--goodput", default="", help="limits in ms, as ttft:200,tpot:50,e2el:5000")
+    add("--num-processes", type=int, help="client processes; default: half the cores, four at most")
+    add("--num-warmup", type=int, help="requests before the first run, not measured; default: 1")
+    add("--seed", type=int, help="of prompts, lengths and arrivals; default: 0")
+    add("--plot", type=Path, help="a PNG of latency against load; needs matplotlib")
+    parser.set_defaults(log_level="warning")
+
+
+def _floats(text: str) -> list[float]:
+    values = [float(part) for part in text.split(",")]
+    if not all(value > 0 for value in values):
+        raise ValueError("above 0")
+    return values
+
+
+def _span(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    span = int(low), int(high or low)
+    if not 1 <= span[0] <= span[1]:
+        raise ValueError("from and to")
+    return span
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
