@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[2]
+QUIET = {"NO_COLOR": "1"}
 
 
 class ServerProcess:
@@ -20,7 +21,7 @@ class ServerProcess:
         self._stderr = tempfile.TemporaryFile("w+")
         command = [sys.executable, "-m", "asyncllm", "serve", *arguments, "--port", "0", "--threads", "1"]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self._stderr, text=True, env=os.environ | {"NO_COLOR": "1"}
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self._stderr, text=True, env=os.environ | QUIET
         )
         self.printed: list[str] = []
         self.url = self._wait_until_ready()
