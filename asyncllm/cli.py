@@ -100,14 +100,14 @@ async def _engine_answers(config: Config, fields: dict[str, Any]) -> AsyncIterat
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from .client import load, report
+    from .client import load, plan, report
 
     kind: Literal["rate", "concurrency"] = "rate" if args.concurrency is None else "concurrency"
     values = args.rate if args.concurrency is None else args.concurrency
-    given = {name: value for name in load.Options.__struct_fields__ if (value := getattr(args, name, None)) is not None}
-    options = load.Options(
+    given = {name: value for name in plan.Options.__struct_fields__ if (value := getattr(args, name, None)) is not None}
+    options = plan.Options(
         **given | {"goodput_ms": report.goodput_limits(args.goodput)},
-        loads=tuple(load.Load(kind=kind, value=value) for value in values),
+        loads=tuple(plan.Load(kind=kind, value=value) for value in values),
         api_key=os.environ.get("OPENAI_API_KEY"),
     )
     return 0 if all(run["num_failed"] == 0 for run in load.bench(options)) else EXIT_FAILED_REQUESTS
@@ -173,7 +173,7 @@ def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    """The names of load.Options; what is not given has its default there."""
+    """The names of plan.Options; what is not given has its default there."""
     add = partial(parser.add_argument, default=argparse.SUPPRESS)
     add("url", help="any OpenAI-compatible server (key: OPENAI_API_KEY)")
     add("--model", help="by default the server's first")

@@ -1,6 +1,6 @@
 """The client's public names. No torch, no engine: importing this costs what aiohttp costs."""
 
-from .accumulate import ChatEvent, MessageStream
+from .accumulate import ChatEvent
 from .client import AsyncClient
 from .errors import (
     APIConnectionError,
@@ -21,9 +21,12 @@ from .errors import (
     WebSocketClosedError,
     WebSocketQueueFullError,
 )
-from .http import Retries, Timeout
+from .http import Timeout
+from .lane import Lane, Limits
+from .message_stream import MessageStream
+from .retries import Retries
 from .stream import Stream
-from .websocket import Lane, Limits, Session
+from .websocket import Session
 
 __all__ = [
     "APIConnectionError", "APIError", "APIResponseValidationError", "APIStatusError", "APITimeoutError",

@@ -3,7 +3,7 @@
 A load process's loop. It never knows plans, percentiles or what was said.
 
 Times are taken in data_received, before any task wakes, and most events are counted without being parsed:
-1.4 us of Python an event, where a chunk through aiohttp's reader and a JSON decoder costs 30.
+at 256 streams 21 us of CPU an event with the socket's share, against 30 for aiohttp's reader and json beside it.
 """
 
 import asyncio

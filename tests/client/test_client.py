@@ -32,8 +32,9 @@ from asyncllm.client import (
     UnprocessableEntityError,
 )
 from asyncllm.client.errors import status_error
-from asyncllm.client.http import make_call, read_whole, retry_after_s
+from asyncllm.client.http import make_call, read_whole
 from asyncllm.client.replies import ChatCompletion, Message
+from asyncllm.client.retries import retry_after_s
 
 from .fake import (
     DONE,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncllm.client import load, report
-from asyncllm.client.load import Job, Load, Options, Planned
+from asyncllm.client import load, plan, report
+from asyncllm.client.plan import Job, Load, Options, Planned
 from asyncllm.client.probe import Connection, Dechunker, EventCounter, Measured, Pool
 from tests.fakes import engine_config, scripted, scripted_llm
 from tests.text import toys
@@ -156,13 +156,13 @@ async def test_a_stale_connection_is_replaced() -> None:
 
 def test_arrivals() -> None:
     options = Options(url="http://h/v1", num_requests=1000)
-    poisson = load.arrivals(options, Load(kind="rate", value=50.0))
+    poisson = plan.arrivals(options, Load(kind="rate", value=50.0))
     assert poisson == sorted(poisson)
     assert poisson[-1] == pytest.approx(999 / 50)
     gaps = [b - a for a, b in zip(poisson, poisson[1:], strict=False)]
     spread = sum((gap - 0.02) ** 2 for gap in gaps) / len(gaps)
     assert 0.8 < spread**0.5 / 0.02 < 1.2  # an exponential's deviation is its mean
-    assert set(load.arrivals(options, Load(kind="rate", value=float("inf")))) == {0.0}
+    assert set(plan.arrivals(options, Load(kind="rate", value=float("inf")))) == {0.0}
 
 
 def test_bodies_have_the_lengths_and_the_prefix_that_were_asked_for() -> None:
@@ -170,24 +170,24 @@ def test_bodies_have_the_lengths_and_the_prefix_that_were_asked_for() -> None:
         url="http://h/v1", model="m", prompt="ids", num_requests=50, prompt_len=(3, 6), output_len=(2, 4),
         shared_prefix_len=5, vocab_size=2000,
     )  # fmt: skip
-    bodies = [json.loads(body) for body in load.bodies(options)]
+    bodies = [json.loads(body) for body in plan.bodies(options)]
     assert {len(body["prompt"]) for body in bodies} == {8, 9, 10, 11}
     assert {body["max_tokens"] for body in bodies} == {2, 3, 4}
     assert len({tuple(body["prompt"][:5]) for body in bodies}) == 1
     assert all(1000 <= token < 2000 for body in bodies for token in body["prompt"])
-    assert bodies == [json.loads(body) for body in load.bodies(options)]
+    assert bodies == [json.loads(body) for body in plan.bodies(options)]
     chat = Options(url="http://h/v1", endpoint="chat", prompt="text", num_requests=1, prompt_len=(4, 4))
-    (body,) = [json.loads(body) for body in load.bodies(chat)]
+    (body,) = [json.loads(body) for body in plan.bodies(chat)]
     assert len(body["messages"][0]["content"].split()) == 4
 
 
 def test_the_plan_is_dealt_out() -> None:
     options = Options(url="https://h/v1", model="m", prompt="ids", num_requests=10, prompt_len=(1, 1))
-    jobs = load.jobs(options, Load(kind="concurrency", value=3), 2)
+    jobs = plan.jobs(options, Load(kind="concurrency", value=3), 2)
     assert [(len(job.requests), job.concurrency, job.port, job.tls) for job in jobs] == [(5, 2, 443, True)] * 1 + [
         (5, 1, 443, True)
     ]
-    assert len(load.jobs(options, Load(kind="concurrency", value=1), 4)) == 1
+    assert len(plan.jobs(options, Load(kind="concurrency", value=1), 4)) == 1
     assert jobs[0].head.startswith(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\n")
 
 
@@ -288,8 +288,7 @@ async def test_bench_counts_failures_and_says_so() -> None:
     assert (lines[0]["num_failed"], lines[0]["errors"]) == (3, {"503: full": 3})
 
 
-async def test_bench_without_a_server_or_with_nonsense() -> None:
-    for args in (["http://127.0.0.1:1"], ["http://h", "--goodput", "speed:1"], ["nowhere"]):
-        _, err, code = await bench_lines(*args)
-        assert code == 2
-        assert err.startswith("asyncllm: ") and "Traceback" not in err
+async def test_bench_without_a_server_is_told_in_one_line() -> None:
+    _, err, code = await bench_lines("http://127.0.0.1:1")
+    assert code == 2
+    assert err.startswith("asyncllm: the connection to ") and err.count("\n") == 1
