@@ -8,7 +8,6 @@ that ends or leaves goes through _end() and _preempt(), and both through _releas
 
 import time
 from collections import deque
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,28 +20,32 @@ from .radix import Node, RadixTree
 from .sequence import Sequence
 
 
-class Row(NamedTuple):
-    sequence: Sequence
-    start: int
-    length: int
-    wants_token: bool
-
-
 class Step:
-    """The rows of one step while they are chosen, and while it is in flight."""
+    """The rows of one step while they are chosen, and while it is in flight; a list a column.
+
+    256 rows are scheduled and committed in every step of 2 to 8 ms, so what a row costs here is counted in
+    hundreds of nanoseconds: a NamedTuple a row took 0.25 us to make and four passes to turn into arrays.
+    """
 
     def __init__(self, number: int, max_tokens: int) -> None:
         self.number = number
         self.budget = max_tokens
-        self.rows: list[Row] = []
+        self.sequences: list[Sequence] = []
+        self.starts: list[int] = []
+        self.lengths: list[int] = []
+        self.wants_token: list[bool] = []
         self.new_rows: list[NewRow] = []
         self.page_deltas: list[tuple[int, int, int]] = []
         self.held: set[Sequence] = set()  # sit this step out, so that the next can preempt them
 
     def add(self, sequence: Sequence, length: int) -> None:
-        wants_token = sequence.planned_len + length == sequence.device_len
-        self.rows.append(Row(sequence, sequence.planned_len, length, wants_token))
-        sequence.planned_len += length
+        start = sequence.planned_len
+        wants_token = start + length == sequence.committed_len + sequence.num_drawing
+        self.sequences.append(sequence)
+        self.starts.append(start)
+        self.lengths.append(length)
+        self.wants_token.append(wants_token)
+        sequence.planned_len = start + length
         sequence.num_drawing += wants_token
         sequence.num_in_flight += 1
         self.budget -= length
@@ -55,10 +58,10 @@ class Step:
     def batch(self) -> Batch:
         return Batch(
             step=self.number,
-            slots=np.array([row.sequence.slot for row in self.rows], np.int32),
-            starts=np.array([row.start for row in self.rows], np.int32),
-            lengths=np.array([row.length for row in self.rows], np.int32),
-            wants_token=np.array([row.wants_token for row in self.rows], np.bool_),
+            slots=np.array([sequence.slot for sequence in self.sequences], np.int32),
+            starts=np.array(self.starts, np.int32),
+            lengths=np.array(self.lengths, np.int32),
+            wants_token=np.array(self.wants_token, np.bool_),
             new_rows=tuple(self.new_rows),
             page_deltas=np.array(self.page_deltas, np.int32).reshape(-1, 3),
         )
@@ -144,10 +147,9 @@ class Scheduler:
         step's token budget; then prompts under way, then new ones, first come first served.
         """
         step = Step(self._num_steps + 1, self.max_step_tokens)
-        self._plan_decodes(step)
-        self._plan_prefills(step)
+        self._plan_prefills(step, self._plan_decodes(step))
         self._admit(step)
-        if not step.rows:
+        if not step.sequences:
             if self._live and not self._in_flight:
                 raise RuntimeError(f"no sequence can go on: {self!r}")  # better dead than spinning
             return None
@@ -161,15 +163,28 @@ class Scheduler:
         assert step.number == result.step, f"step {result.step} committed, {step.number} is the oldest"
         tokens = iter(result.token_ids.tolist())
         now = time.monotonic()
-        for row in step.rows:
-            sequence = row.sequence
+        retired, add_delta = self._retired, self._deltas.append
+        for sequence, start, length, wants_token in zip(
+            step.sequences, step.starts, step.lengths, step.wants_token, strict=True
+        ):
             sequence.num_in_flight -= 1
-            sequence.computed_len = row.start + row.length
-            if row.wants_token:
+            sequence.computed_len = start + length
+            if wants_token:
                 sequence.num_drawing -= 1
-                self._commit_token(sequence, next(tokens), now)
-            if sequence in self._retired and not sequence.num_in_flight:
-                del self._retired[sequence]
+                token_id = next(tokens)
+                # Nearly every token is one more of a sequence that goes on; all others take the long way.
+                if (
+                    sequence.finish_reason is None
+                    and token_id not in sequence.ending_ids
+                    and sequence.committed_len + 1 < sequence.final_len
+                    and sequence.first_token_s
+                ):
+                    sequence.append(token_id)
+                    add_delta(sequence.token_delta(token_id))
+                else:
+                    self._commit_token(sequence, token_id, now)
+            if retired and sequence in retired and not sequence.num_in_flight:
+                del retired[sequence]
                 self._publish_and_release(sequence)
 
     def fail(self, error: Exception) -> None:
@@ -178,10 +193,10 @@ class Scheduler:
         What the failed step and those after it wrote is not trusted: the tree is emptied, and every
         survivor is computed anew from its committed tokens. A failure is rare; a wrong page is for ever.
         """
-        failed = [row.sequence for row in self._in_flight[0].rows]
+        failed = list(self._in_flight[0].sequences)
         for step in self._in_flight:
-            for row in step.rows:
-                row.sequence.num_in_flight = row.sequence.num_drawing = 0
+            for sequence in step.sequences:
+                sequence.num_in_flight = sequence.num_drawing = 0
         self._in_flight.clear()
         for sequence in failed:
             if sequence.finish_reason is None:
@@ -217,7 +232,7 @@ class Scheduler:
         slots = self._free_slots + [sequence.slot for sequence in on_device]
         assert sorted(slots) == list(range(1, self.limits.max_running + 1)), "a slot is lost or shared"
         assert self._live == {**self._running, **{waiting.request_id: waiting for waiting in self._waiting}}
-        in_flight = [row.sequence for step in self._in_flight for row in step.rows]
+        in_flight = [sequence for step in self._in_flight for sequence in step.sequences]
         for sequence in on_device:
             assert 0 <= sequence.computed_len <= sequence.planned_len <= sequence.device_len, sequence
             assert sequence.num_in_flight == in_flight.count(sequence), sequence
@@ -229,15 +244,33 @@ class Scheduler:
 
     # -- choosing rows --
 
-    def _plan_decodes(self, step: Step) -> None:
+    def _plan_decodes(self, step: Step) -> list[Sequence]:
+        """A row for every sequence that lacks one token's KV. Returns those that lack more: prompts under way."""
+        prefills: list[Sequence] = []
+        held, page_size = step.held, self.page_size
+        sequences, starts = step.sequences, step.starts
         for sequence in tuple(self._running.values()):
-            if sequence.device_len - sequence.planned_len == 1 and self._may_go_on(sequence, step):
-                if self._grow(sequence, step):
-                    step.add(sequence, 1)
+            # Properties and Step.add() written out: 0.9 us a row where calling them took 2.2.
+            planned_len = sequence.planned_len
+            num_missing = sequence.committed_len + sequence.num_drawing - planned_len
+            if num_missing > 1:
+                prefills.append(sequence)
+            elif num_missing == 1 and sequence.slot and sequence not in held and planned_len + 1 < sequence.final_len:
+                if planned_len < len(sequence.pages) * page_size or self._grow(sequence, step):
+                    sequences.append(sequence)
+                    starts.append(planned_len)
+                    sequence.planned_len = planned_len + 1
+                    sequence.num_drawing += 1
+                    sequence.num_in_flight += 1
+        num_rows = len(sequences)
+        step.lengths += [1] * num_rows
+        step.wants_token += [True] * num_rows
+        step.budget -= num_rows
+        return prefills
 
-    def _plan_prefills(self, step: Step) -> None:
-        for sequence in tuple(self._running.values()):
-            if sequence.device_len - sequence.planned_len > 1 and self._may_go_on(sequence, step) and step.budget > 0:
+    def _plan_prefills(self, step: Step, prefills: list[Sequence]) -> None:
+        for sequence in prefills:
+            if sequence.slot and sequence not in step.held and not sequence.draws_complete and step.budget > 0:
                 self._share_further(sequence, step)
                 self._add_chunk(sequence, step)
 
@@ -251,9 +284,6 @@ class Scheduler:
                 break
             self._running[sequence.request_id] = self._waiting.popleft()
             self._add_chunk(sequence, step)
-
-    def _may_go_on(self, sequence: Sequence, step: Step) -> bool:
-        return sequence.slot != 0 and sequence not in step.held and not sequence.draws_complete
 
     def _add_chunk(self, sequence: Sequence, step: Step) -> None:
         """As much of the prompt as the budget allows. Its full pages are matchable from now on: whoever
@@ -281,9 +311,7 @@ class Scheduler:
         return True
 
     def _grow(self, sequence: Sequence, step: Step) -> bool:
-        """See that the next position has a page; False if the row must sit this step out."""
-        if sequence.planned_len < len(sequence.pages) * self.page_size:
-            return True
+        """A page for the next position; False if the row must sit this step out."""
         while not self._num_available:
             if not self._make_room(sequence, step):
                 return False
@@ -363,11 +391,14 @@ class Scheduler:
             self._end(sequence, FinishReason.ERROR, error=error)
             return
         sequence.append(token_id)
-        sequence.first_token_s = sequence.first_token_s or now
-        if reason := sequence.end_reason():
-            self._end(sequence, reason, token_ids=(token_id,))
+        if not sequence.first_token_s:
+            sequence.first_token_s = now
+        if token_id in sequence.submission.stop_ids:  # a stop id beats the limit
+            self._end(sequence, FinishReason.STOP, token_ids=(token_id,))
+        elif sequence.committed_len >= sequence.final_len:
+            self._end(sequence, FinishReason.LENGTH, token_ids=(token_id,))
         else:
-            self._deltas.append(sequence.delta((token_id,)))
+            self._deltas.append(sequence.token_delta(token_id))
 
     def _end(
         self,

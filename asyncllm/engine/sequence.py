@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import Delta, FinishReason, Submission, Timings
-from .batch import NewRow
+from .batch import NO_TOKEN, NewRow
 from .radix import Node
 
 
@@ -27,7 +27,10 @@ class Sequence:
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
         self.prompt_len = len(submission.prompt_ids)
-        self._ids = np.array(submission.prompt_ids, np.int32)  # grows by doubling
+        self.final_len = self.prompt_len + submission.max_tokens
+        self._prompt_ids = np.array(submission.prompt_ids, np.int32)
+        self._output_ids: list[int] = []  # a list: appending to it takes a tenth of an array's assignment
+        self.ending_ids = (NO_TOKEN, *submission.stop_ids)
         self.committed_len = self.prompt_len
         self.cached_len = 0  # of the first admission: what the client is told
         self.computed_len = 0
@@ -56,8 +59,10 @@ class Sequence:
 
     @property
     def ids(self) -> NDArray[np.int32]:
-        """Every token the host knows: prompt and committed output."""
-        return self._ids[: self.committed_len]
+        """Every token the host knows: prompt and committed output. A copy once there is output."""
+        if not self._output_ids:
+            return self._prompt_ids
+        return np.concatenate([self._prompt_ids, np.array(self._output_ids, np.int32)])
 
     @property
     def device_len(self) -> int:
@@ -70,30 +75,20 @@ class Sequence:
     @property
     def draws_complete(self) -> bool:
         """Whether steps in flight draw the last token that max_tokens allows."""
-        return self.device_len - self.prompt_len >= self.submission.max_tokens
+        return self.device_len >= self.final_len
 
     def append(self, token_id: int) -> None:
-        if self.committed_len == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty(max(16, len(self._ids)), np.int32)])
-        self._ids[self.committed_len] = token_id
+        self._output_ids.append(token_id)
         self.committed_len += 1
-
-    def end_reason(self) -> FinishReason | None:
-        """Why the last committed token ends the sequence, if it does. A stop id beats the limit."""
-        if self._ids[self.committed_len - 1] in self.submission.stop_ids:
-            return FinishReason.STOP
-        if self.num_output >= self.submission.max_tokens:
-            return FinishReason.LENGTH
-        return None
 
     def new_row(self) -> NewRow:
         """What the device tables must hold for this sequence, from committed state alone."""
         params = self.submission.params
         return NewRow(
             slot=self.slot,
-            token_ids=self.ids.copy(),  # `ids` grows while the step is in flight
+            token_ids=self.ids,  # never written to
             temperature=params.temperature,
-            top_k=max(0, params.top_k),
+            top_k=min(max(0, params.top_k), 2**31 - 1),  # a larger one filters nothing either
             top_p=params.top_p,
             min_p=params.min_p,
             seed=self.submission.seed,
@@ -106,10 +101,21 @@ class Sequence:
         self.slot = self.computed_len = self.planned_len = self.num_published = 0
         self.pages, self.private, self.node = [], set(), None
 
+    def token_delta(self, token_id: int) -> Delta:
+        """One more token and no end: all but one of a sequence's deltas."""
+        return Delta(
+            request_id=self.submission.request_id,
+            token_ids=(token_id,),
+            num_prompt_tokens=self.prompt_len,
+            num_cached_tokens=self.cached_len,
+            num_output_tokens=self.committed_len - self.prompt_len,
+        )
+
     def delta(self, token_ids: tuple[int, ...], error: Exception | None = None) -> Delta:
         """The step's output; the last one if `finish_reason` is set."""
         last = self.finish_reason is not None
-        stop_id = int(self._ids[self.committed_len - 1]) if self.finish_reason is FinishReason.STOP else None
+        stopped = self.finish_reason is FinishReason.STOP and self._output_ids
+        stop_id = self._output_ids[-1] if stopped else None
         return Delta(
             request_id=self.request_id,
             token_ids=token_ids,
