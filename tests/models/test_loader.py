@@ -96,14 +96,18 @@ def test_bf16_stays_near_float32(tmp_path: Path) -> None:
     assert generate(tmp_path, dtype="bfloat16")[:4] == exact[:4]
 
 
-def test_packed_linear_equals_the_bf16_weights_in_float32() -> None:
-    weight = (torch.randn(96, 64, generator=torch.Generator().manual_seed(0)) * 0.05).bfloat16()
-    bias = torch.arange(96).bfloat16()
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize(("out_features", "in_features"), [(96, 64), (2048, 576), (64, 576), (1536, 1024)])
+def test_packed_linear_equals_the_bf16_weights_in_float32(out_features: int, in_features: int) -> None:
+    """Also where a nearly empty last block of input features stays beside the packed ones."""
+    weight = (torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0)) * 0.05).bfloat16()
+    bias = torch.arange(out_features).bfloat16()
     linear = pack_linear(weight, bias)
     if not isinstance(linear, PackedLinear):
         pytest.skip("this torch has no FBGEMM")
-    assert (linear(x) - torch.nn.functional.linear(x, weight.float(), bias.float())).abs().max() < 1e-4
+    for num_rows in (1, 5):
+        x = torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(1))
+        expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+        assert (linear(x) - expected).abs().max() < 1e-4 + 1e-6 * float(expected.abs().max())
 
 
 def test_weights_beyond_float16_are_not_packed() -> None:
