@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels import LOG_MIN_P, TEMPERATURE, TOP_K, TOP_P
+from .kernels import HEADER, LOG_MIN_P, NUM_PARAMS, NUM_ROWS, TEMPERATURE, TOP_K, TOP_P, place_of
 
 NUM_KEYS = 1 << 16
 _TILE = tl.constexpr(2048)
@@ -33,22 +33,30 @@ def _value_of(key, like):
 
 
 @triton.jit
-def _filters(fields, row, max_rows, T_F: tl.constexpr, K_F: tl.constexpr, P_F: tl.constexpr, M_F: tl.constexpr):
-    temperature = tl.load(fields + T_F * max_rows + row).to(tl.float32, bitcast=True)
-    top_k = tl.load(fields + K_F * max_rows + row)
-    top_p = tl.load(fields + P_F * max_rows + row).to(tl.float32, bitcast=True)
-    log_min_p = tl.load(fields + M_F * max_rows + row).to(tl.float32, bitcast=True)
+def _filters(
+    meta, slots, positions, params, row, P_T: tl.constexpr, P_K: tl.constexpr, P_P: tl.constexpr, P_M: tl.constexpr,
+    NUM_PARAMS: tl.constexpr, HEADER_LEN: tl.constexpr, H_ROWS: tl.constexpr,
+):  # fmt: skip
+    slot, _ = place_of(meta, slots, positions, row, HEADER_LEN, H_ROWS)
+    params += slot * NUM_PARAMS
+    temperature = tl.load(params + P_T).to(tl.float32, bitcast=True)
+    top_k = tl.load(params + P_K)
+    top_p = tl.load(params + P_P).to(tl.float32, bitcast=True)
+    log_min_p = tl.load(params + P_M).to(tl.float32, bitcast=True)
     active = (temperature > 0) & ((top_k > 0) | (top_p < 1.0) | (log_min_p > float("-inf")))
     return temperature, top_k, top_p, log_min_p, active
 
 
 @triton.jit
 def _histogram(
-    logits, fields, counts, vocab, num_tokens, max_rows,
-    T_F: tl.constexpr, K_F: tl.constexpr, P_F: tl.constexpr, M_F: tl.constexpr, BLOCK: tl.constexpr,
+    meta, slots, positions, params, logits, counts, vocab, num_tokens,
+    P_T: tl.constexpr, P_K: tl.constexpr, P_P: tl.constexpr, P_M: tl.constexpr, NUM_PARAMS: tl.constexpr,
+    HEADER_LEN: tl.constexpr, H_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    _, _, _, _, active = _filters(fields, row, max_rows, T_F, K_F, P_F, M_F)
+    _, _, _, _, active = _filters(
+        meta, slots, positions, params, row, P_T, P_K, P_P, P_M, NUM_PARAMS, HEADER_LEN, H_ROWS
+    )
     if active:
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         key = _key_of(tl.load(logits + row * vocab + i, mask=i < num_tokens, other=0.0))
@@ -57,12 +65,14 @@ def _histogram(
 
 @triton.jit
 def _cut(
-    logits, fields, counts, cutoff, cut_id, vocab, num_tokens, max_rows,
-    T_F: tl.constexpr, K_F: tl.constexpr, P_F: tl.constexpr, M_F: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    meta, slots, positions, params, logits, counts, cutoff, cut_id, vocab, num_tokens,
+    P_T: tl.constexpr, P_K: tl.constexpr, P_P: tl.constexpr, P_M: tl.constexpr, NUM_PARAMS: tl.constexpr,
+    HEADER_LEN: tl.constexpr, H_ROWS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p, log_min_p, active = _filters(fields, row, max_rows, T_F, K_F, P_F, M_F)
+    temperature, top_k, top_p, log_min_p, active = _filters(
+        meta, slots, positions, params, row, P_T, P_K, P_P, P_M, NUM_PARAMS, HEADER_LEN, H_ROWS
+    )
     low_value = float("-inf")
     last_id = num_tokens
     if active:
@@ -135,18 +145,20 @@ def _cut(
 
 
 def find_cuts(
+    meta: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    params: Tensor,  # [num_slots, NUM_PARAMS] int32, device
     logits: Tensor,  # [num_rows, vocab_size] 16-bit, device; banned places are -inf already
-    fields: Tensor,  # [NUM_FIELDS, max_rows] int32, device
     counts: Tensor,  # [max_rows, NUM_KEYS] int32, device; all 0, and all 0 again afterwards
     cut: tuple[Tensor, Tensor],  # [max_rows] float32 and int32, device: written
     num_tokens: int,
 ) -> None:
     """What rows without a filter keep is everything: (-inf, num_tokens)."""
     num_rows, vocab = logits.shape
-    places = {"T_F": TEMPERATURE, "K_F": TOP_K, "P_F": TOP_P, "M_F": LOG_MIN_P}
+    places = {"P_T": TEMPERATURE, "P_K": TOP_K, "P_P": TOP_P, "P_M": LOG_MIN_P, "NUM_PARAMS": NUM_PARAMS,
+              "HEADER_LEN": HEADER, "H_ROWS": NUM_ROWS, "BLOCK": 4096, "num_warps": 8}  # fmt: skip
     _histogram[(num_rows, triton.cdiv(num_tokens, 4096))](
-        logits, fields, counts, vocab, num_tokens, fields.shape[1], **places, BLOCK=4096, num_warps=8
+        meta, slots, positions, params, logits, counts, vocab, num_tokens, **places
     )
-    _cut[(num_rows,)](
-        logits, fields, counts, *cut, vocab, num_tokens, fields.shape[1], **places, BLOCK=4096, TILE=_TILE, num_warps=8
-    )
+    _cut[(num_rows,)](meta, slots, positions, params, logits, counts, *cut, vocab, num_tokens, **places, TILE=_TILE)

@@ -3,12 +3,14 @@
 GPU thread. It never knows kernels' insides, models or streams.
 
 A packed entry, int32, dense:
-    header [HEADER] | row fields [NUM_FIELDS, max_rows] | slots [T] | positions [T]
-    | pool places, tokens [2, num_pool] | table places, pages [2, num_table] | banned rows, ids [2, num_banned]
-T is the step's padded number of tokens. Padding has slot 0, position 0; padding rows draw greedily into slot 0.
+    header [HEADER] | last token of each row that draws [max_rows] | slots [T] | positions [T]
+    | table places, values [2, num_writes] | banned rows, ids [2, num_banned]
+T is the step's padded number of tokens. Padding has slot 0, position 0; padding rows draw greedily for slot 0.
+What a decode step sends is its slots and starts, and a page here and there: all else is on the device.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +18,12 @@ from numpy.typing import NDArray
 
 from ..config import EngineConfig
 from ..device.base import Device
-from ..engine.batch import Batch
+from ..engine.batch import Batch, NewRow
 from . import kernels as k
-from .sampler import TINIEST, mix
+from .sampler import TINIEST
 from .state import OUTPUT_RING, SlotSampling
 
 Int32 = NDArray[np.int32]
-Int64 = NDArray[np.int64]
 
 
 class Kind(NamedTuple):
@@ -46,7 +47,6 @@ class Shape(NamedTuple):
 
 class Packed(NamedTuple):
     used: int  # int32s of the entry
-    num_tokens: int
     num_decodes: int  # leading rows of one token
     num_rows: int  # that want a token
     kind: Kind
@@ -62,15 +62,20 @@ class Frame:
         self.max_pages = -(-self.max_len // config.page_size)
         self.page_size = config.page_size
         self.max_tokens = config.max_step_tokens
-        self.head = k.HEADER + k.NUM_FIELDS * self.max_rows
-        # Room for the longest prompt twice over, or a table of pages for every slot; see Packer for more.
+        self.head = k.HEADER + self.max_rows
+        # Room for the longest prompt twice over, or 64 pages for every slot; Packer raises TooLong beyond.
         self.entry_len = self.head + 2 * self.max_tokens + max(4 * self.max_len, 2 * num_slots * 64) + 4096
-        self.token_pool = device.zeros((num_slots, self.max_len), torch.int32)
-        self.page_table = device.zeros((num_slots, self.max_pages), torch.int32)
+        parts = [num_slots * self.max_len, num_slots * self.max_pages, num_slots * k.NUM_PARAMS]
+        self.table_at, self.params_at = parts[0], parts[0] + parts[1]
+        self.state = device.zeros((sum(parts),), torch.int32)  # one allocation, so that one list of writes serves all
+        pool, table, params = torch.split(self.state, parts)
+        self.token_pool = pool.view(num_slots, self.max_len)
+        self.page_table = table.view(num_slots, self.max_pages)
+        self.params = params.view(num_slots, k.NUM_PARAMS)  # what each slot samples by
         self.ring = device.zeros((ring, self.entry_len), torch.int32)
         self.counter = device.zeros((1,), torch.int32)  # steps whose forward has begun: the ring's place
         self.meta = device.zeros((self.head,), torch.int32)
-        self.fields = self.meta[k.HEADER :].view(k.NUM_FIELDS, self.max_rows)
+        self.rows = self.meta[k.HEADER :]  # [max_rows]
         self.slots = device.zeros((self.max_tokens,), torch.int32)
         self.positions = device.zeros((self.max_tokens,), torch.int32)
         self.tables = device.zeros((self.max_rows, self.max_pages), torch.int32)  # of the step's decode rows
@@ -86,97 +91,107 @@ class TooLong(Exception):
 
 
 class Packer:
-    """Batches into entries. Keeps what each slot samples by, as the bits the device wants."""
+    """Batches into entries. Every numpy call is some 2 us of the step, so a decode step makes a dozen."""
 
     def __init__(self, frame: Frame, num_tokens: int) -> None:
         self._frame = frame
         self._num_tokens = num_tokens
         num_slots = frame.max_rows + 1
-        self._sampling = SlotSampling(num_slots)
-        # Rows TEMPERATURE, TOP_K, TOP_P, LOG_MIN_P of the fields, by slot.
-        self._bits = np.zeros((k.NUM_FIELDS, num_slots), np.int32)
-        self._bits[k.TOP_P] = _bits(np.ones(num_slots))
-        self._bits[k.LOG_MIN_P] = _bits(np.full(num_slots, -np.inf))
+        self._sampling = SlotSampling(num_slots)  # for what the host must know: the stop ids to ban
+        self._may_ban: set[int] = set()  # slots that came with min_tokens
         self._kinds = np.zeros(num_slots, np.int8)  # 1: samples, 2: and filters
+        self._arange = np.arange(frame.max_rows, dtype=np.int32)
 
     def note(self, batch: Batch) -> None:
-        """Remember how the step's new rows sample."""
+        """Remember what the host must know of the step's new rows."""
         self._sampling.write(batch.new_rows)
         for row in batch.new_rows:
-            slot, filters = row.slot, row.top_k > 0 or row.top_p < 1 or row.min_p > 0
-            self._bits[k.TEMPERATURE, slot] = _bits(max(row.temperature, TINIEST) if row.temperature > 0 else 0.0)
-            self._bits[k.TOP_K, slot] = max(row.top_k, 0)
-            self._bits[k.TOP_P, slot] = _bits(row.top_p)
-            self._bits[k.LOG_MIN_P, slot] = _bits(np.log(row.min_p) if row.min_p > 0 else -np.inf)
-            self._kinds[slot] = 0 if row.temperature <= 0 else 2 if filters else 1
+            filters = row.top_k > 0 or row.top_p < 1 or row.min_p > 0
+            self._kinds[row.slot] = 0 if row.temperature <= 0 else 2 if filters else 1
+            self._may_ban.discard(row.slot)
+            if row.stop_ids and row.min_len > len(row.token_ids):
+                self._may_ban.add(row.slot)
 
-    def pack(self, batch: Batch, entry: Int32, shape: Shape, num_rows_padded: int) -> Packed:
+    def pack(self, batch: Batch, entry: Int32, shape: Shape) -> Packed:
         """Fill an entry. Raises TooLong where the step writes more than fits."""
-        frame, lengths = self._frame, batch.lengths
+        frame = self._frame
         num_tokens, head = shape.num_tokens, frame.head
-        ends = batch.starts + lengths
-        wanting: NDArray[np.intp] | slice = (
-            slice(None) if batch.wants_token.all() else np.flatnonzero(batch.wants_token)
-        )
-        slots, positions = batch.slots[wanting].astype(np.int64), ends[wanting].astype(np.int64)
-        num_rows = len(slots)
-        fields = entry[k.HEADER : head].reshape(k.NUM_FIELDS, frame.max_rows)
-        fields[:, num_rows:num_rows_padded] = 0
-        fields[k.DRAWN_AT, :num_rows] = slots * frame.max_len + positions
-        kind = self._pack_sampling(fields, slots, positions)
+        everyone = bool(batch.wants_token.all())
+        wanting = self._arange[: batch.num_rows] if everyone else np.flatnonzero(batch.wants_token)
+        num_rows = len(wanting)
         token_slots, token_positions = entry[head : head + num_tokens], entry[head + num_tokens : head + 2 * num_tokens]
+        rows = entry[k.HEADER : k.HEADER + num_rows]
         if shape.has_prefill:
-            last = np.cumsum(lengths, dtype=np.int32) - np.int32(1)
+            ends, last = batch.starts + batch.lengths, np.cumsum(batch.lengths, dtype=np.int32) - np.int32(1)
             count = int(last[-1]) + 1
-            token_slots[:count] = np.repeat(batch.slots, lengths)
-            token_positions[:count] = np.arange(count, dtype=np.int32) + np.repeat(ends - 1 - last, lengths)
-            fields[k.LAST_TOKEN, :num_rows] = last[wanting]
+            token_slots[:count] = np.repeat(batch.slots, batch.lengths)
+            token_positions[:count] = np.arange(count, dtype=np.int32) + np.repeat(ends - 1 - last, batch.lengths)
+            rows[:] = last[wanting]
+            num_decodes = leading_ones(batch.lengths)
         else:
-            count = batch.num_rows
+            count = num_decodes = batch.num_rows
             token_slots[:count], token_positions[:count] = batch.slots, batch.starts
-            fields[k.LAST_TOKEN, :num_rows] = np.arange(count, dtype=np.int32)[wanting]
+            rows[:] = wanting
         token_slots[count:], token_positions[count:] = 0, 0
-        used, counts = self._pack_writes(batch, entry, head + 2 * num_tokens)
-        banned = self._sampling.banned(slots, positions, self._num_tokens) if num_rows else None
-        num_banned = 0
-        if banned is not None and len(banned):
-            num_banned = len(banned)
-            _check_room(entry, used + 2 * num_banned)
-            entry[used : used + num_banned] = banned // self._num_tokens
-            entry[used + num_banned : used + 2 * num_banned] = banned % self._num_tokens
-            used += 2 * num_banned
-        num_decodes = leading_ones(lengths)
-        entry[:7] = (num_tokens, num_decodes, batch.step % OUTPUT_RING, *counts, num_banned, num_rows)
-        return Packed(used, count, num_decodes, num_rows, kind._replace(ban=num_banned > 0))
+        slots = batch.slots if everyone else batch.slots[wanting]
+        kind = int(self._kinds[slots].max()) if num_rows else 0
+        used, num_writes = self._pack_writes(batch, entry, head + 2 * num_tokens)
+        used, num_banned = self._pack_banned(batch, wanting, entry, used)
+        entry[: k.NUM_ROWS + 1] = (num_tokens, num_decodes, batch.step % OUTPUT_RING, num_writes, num_banned, num_rows)
+        return Packed(used, num_decodes, num_rows, Kind(sample=kind > 0, cut=kind == 2, ban=num_banned > 0))
 
-    def _pack_sampling(self, fields: Int32, slots: Int64, positions: Int64) -> Kind:
-        num_rows = len(slots)
-        most = self._kinds[slots].max() if num_rows else 0
-        fields[k.TEMPERATURE, :num_rows] = self._bits[k.TEMPERATURE, slots]
-        if most:
-            key = mix(self._sampling.seed[slots], positions)
-            # The low word first: x86 and every CUDA host are little-endian.
-            fields[k.KEY_LOW : k.KEY_HIGH + 1, :num_rows] = key.view(np.int32).reshape(-1, 2).T
-        if most == 2:
-            fields[k.TOP_K : k.LOG_MIN_P + 1, :num_rows] = self._bits[k.TOP_K : k.LOG_MIN_P + 1, slots]
-        return Kind(sample=bool(most), cut=bool(most == 2))
-
-    def _pack_writes(self, batch: Batch, entry: Int32, used: int) -> tuple[int, tuple[int, int]]:
-        num_pool = sum(len(row.token_ids) for row in batch.new_rows)
-        num_table = len(batch.page_deltas)
-        _check_room(entry, used + 2 * (num_pool + num_table))
-        at = used
+    def writes(self, batch: Batch) -> list[tuple[Int32, Int32]]:
+        """(places in the state, values): the step's new rows and page-table deltas."""
+        frame = self._frame
+        lists: list[tuple[Int32, Int32]] = []
         for row in batch.new_rows:
-            end = at + len(row.token_ids)
-            entry[at:end] = np.arange(len(row.token_ids), dtype=np.int32) + np.int32(row.slot * self._frame.max_len)
-            entry[at + num_pool : end + num_pool] = row.token_ids
+            first = row.slot * frame.max_len
+            lists.append((np.arange(first, first + len(row.token_ids), dtype=np.int32), row.token_ids))
+            first = frame.params_at + row.slot * k.NUM_PARAMS
+            lists.append((np.arange(first, first + k.NUM_PARAMS, dtype=np.int32), _params(row)))
+        if len(deltas := batch.page_deltas):
+            lists.append((deltas[:, 0] * np.int32(frame.max_pages) + deltas[:, 1] + frame.table_at, deltas[:, 2]))
+        return lists
+
+    def _pack_writes(self, batch: Batch, entry: Int32, used: int) -> tuple[int, int]:
+        if not batch.new_rows and not len(batch.page_deltas):
+            return used, 0
+        lists = self.writes(batch)
+        num_writes = sum(len(places) for places, _ in lists)
+        _check_room(entry, used + 2 * num_writes)
+        at = used
+        for places, values in lists:
+            end = at + len(places)
+            entry[at:end] = places
+            entry[at + num_writes : end + num_writes] = values
             at = end
-        used += 2 * num_pool
-        if num_table:
-            deltas = batch.page_deltas
-            entry[used : used + num_table] = deltas[:, 0] * np.int32(self._frame.max_pages) + deltas[:, 1]
-            entry[used + num_table : used + 2 * num_table] = deltas[:, 2]
-        return used + 2 * num_table, (num_pool, num_table)
+        return used + 2 * num_writes, num_writes
+
+    def _pack_banned(self, batch: Batch, wanting: NDArray[Any], entry: Int32, used: int) -> tuple[int, int]:
+        if not self._may_ban:
+            return used, 0
+        slots = batch.slots[wanting].astype(np.int64)
+        positions = (batch.starts + batch.lengths)[wanting].astype(np.int64)
+        banned = self._sampling.banned(slots, positions, self._num_tokens)
+        if banned is None:
+            return used, 0
+        count = len(banned)
+        _check_room(entry, used + 2 * count)
+        entry[used : used + count] = banned // self._num_tokens
+        entry[used + count : used + 2 * count] = banned % self._num_tokens
+        return used + 2 * count, count
+
+
+def _params(row: NewRow) -> Int32:
+    params = np.zeros(k.NUM_PARAMS, np.int32)
+    temperature = min(max(row.temperature, TINIEST), np.finfo(np.float32).max) if row.temperature > 0 else 0.0
+    log_min_p = math.log(row.min_p) if row.min_p > 0 else -math.inf
+    floats = np.array([temperature, row.top_p, log_min_p], np.float32)
+    params[[k.TEMPERATURE, k.TOP_P, k.LOG_MIN_P]] = floats.view(np.int32)
+    # The low word first: every host of a CUDA device is little-endian.
+    params[[k.SEED_LOW, k.SEED_HIGH]] = np.array([row.seed & (2**64 - 1)], np.uint64).view(np.int32)
+    params[k.TOP_K] = max(row.top_k, 0)
+    return params
 
 
 def leading_ones(lengths: Int32) -> int:
@@ -189,7 +204,3 @@ def leading_ones(lengths: Int32) -> int:
 def _check_room(entry: Int32, needed: int) -> None:
     if needed > len(entry):
         raise TooLong(f"a step writes {needed} words; an entry holds {len(entry)}")
-
-
-def _bits(values: object) -> Int32:
-    return np.asarray(values, np.float32).view(np.int32)

@@ -251,12 +251,12 @@ class GraphRunner:
             self._sent[entry].synchronize()
         shape, num_rows = self._shape_of(batch)
         try:
-            packed = self._packer.pack(batch, self._entries[entry], shape, num_rows)
+            packed = self._packer.pack(batch, self._entries[entry], shape)
         except TooLong:
             self._write_directly(batch)
             batch = Batch(step=batch.step, slots=batch.slots, starts=batch.starts, lengths=batch.lengths,
                           wants_token=batch.wants_token, new_rows=(), page_deltas=batch.page_deltas[:0])  # fmt: skip
-            packed = self._packer.pack(batch, self._entries[entry], shape, num_rows)
+            packed = self._packer.pack(batch, self._entries[entry], shape)
         self._send(entry, packed.used)
         if shape.has_prefill:
             rest = slice(packed.num_decodes, None)
@@ -325,20 +325,11 @@ class GraphRunner:
 
     def _write_directly(self, batch: Batch) -> None:
         """A step's writes to the tables that no ring entry holds: rare, long prompts admitted together."""
-        frame = self._frame
-        places = [np.arange(len(row.token_ids)) + row.slot * frame.max_len for row in batch.new_rows]
-        tokens = [row.token_ids for row in batch.new_rows]
-        if places:
-            self._scatter(frame.token_pool, np.concatenate(places), np.concatenate(tokens))
-        if len(batch.page_deltas):
-            slots, columns, pages = batch.page_deltas.astype(np.int64).T
-            self._scatter(frame.page_table, slots * frame.max_pages + columns, pages)
-
-    def _scatter(self, table: Tensor, places: NDArray[np.int64], values: NDArray[Any]) -> None:
+        places, values = (np.concatenate(arrays) for arrays in zip(*self._packer.writes(batch), strict=True))
         # torch's pinned allocator reuses no block before the copies that were made from it are over.
-        at, new = (torch.from_numpy(array).pin_memory().to(table.device, non_blocking=True)
-                   for array in (places, values.astype(np.int32)))  # fmt: skip
-        table.view(-1).index_copy_(0, at, new)
+        at, new = (torch.from_numpy(array).pin_memory().to(self._frame.state.device, non_blocking=True)
+                   for array in (places.astype(np.int64), values.astype(np.int32)))  # fmt: skip
+        self._frame.state.index_copy_(0, at, new)
 
     # -- what the graphs hold --
 
@@ -351,9 +342,7 @@ class GraphRunner:
         buffers = Buffers(*(buffer[:num_tokens] for buffer in self._buffers))
         q, attended = self._q[:num_tokens], self._attended[:num_tokens]
         first_norm = model.decoder.blocks[0].attention_norm
-        k.unpack(
-            frame.ring, frame.counter, frame.meta, frame.token_pool, frame.page_table, frame.slots, frame.positions
-        )
+        k.unpack(frame.ring, frame.counter, frame.meta, frame.state, frame.slots, frame.positions)
         k.gather(
             frame.meta, frame.counter, frame.token_pool, frame.page_table, slots, positions, model.decoder.embedding,
             first_norm.weight, first_norm.eps, buffers.residual, buffers.normed, tables, seq_lens, frame.page_size,
@@ -373,15 +362,15 @@ class GraphRunner:
     def _tail(self, num_rows: int, kind: Kind) -> None:
         """Logits of the rows that draw, their draws, and where those go."""
         frame = self._frame
-        rows = frame.fields[k.LAST_TOKEN, :num_rows]
-        logits = self._logits[:num_rows]
+        rows, logits = frame.rows[:num_rows], self._logits[:num_rows]
+        where = frame.meta, frame.slots, frame.positions, frame.params
         self._model.logits(self._buffers, rows, self._last[:num_rows], logits)
         if kind.ban:
             k.ban(frame.ring, frame.counter, logits, frame.head)
         if kind.cut:
-            find_cuts(logits, frame.fields, self._counts, self._cut, self._num_tokens)
+            find_cuts(*where, logits, self._counts, self._cut, self._num_tokens)
         k.draw(
-            frame.meta, frame.fields, logits, self._num_tokens, self._scratch, frame.outputs, frame.token_pool,
+            *where, logits, self._num_tokens, self._scratch, frame.outputs, frame.token_pool,
             self._cut if kind.cut else None, sample=kind.sample,
         )  # fmt: skip
 

@@ -2,25 +2,25 @@
 
 GPU thread. They never know a model; the sampler's numbers are sampler.py's, draw for draw.
 
-A step's arrays travel packed in one int32 entry, dense, in the order of Frame (frame.py):
-header | row fields | slots | positions | pool writes | table writes | banned places.
+A step's arrays travel packed in one int32 entry, dense, in the order of Packer (frame.py):
+header | rows | slots | positions | table writes | banned places.
 """
 
 # mypy: ignore-errors
 # Triton's language has no types, and its functions no signatures that Python would understand.
-
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 # Places in the header.
-NUM_TOKENS, NUM_DECODES, OUTPUT, NUM_POOL, NUM_TABLE, NUM_BANNED, NUM_ROWS = range(7)
+NUM_TOKENS, NUM_DECODES, OUTPUT, NUM_WRITES, NUM_BANNED, NUM_ROWS = range(6)
 HEADER = 16
-# Fields of a row, each an array of the entry's max_rows.
-LAST_TOKEN, DRAWN_AT, TEMPERATURE, KEY_LOW, KEY_HIGH, TOP_K, TOP_P, LOG_MIN_P = range(8)
-NUM_FIELDS = 8
+# What a slot samples by, in the device's table: floats as their bits.
+TEMPERATURE, SEED_LOW, SEED_HIGH, TOP_K, TOP_P, LOG_MIN_P = range(6)
+NUM_PARAMS = 8
 _UNPACKERS = 128  # programs; each strides over whatever there is
+_H = {"H_TOKENS": NUM_TOKENS, "H_WRITES": NUM_WRITES}
 
 # __nv_logf is exact to 1 ulp; tl.log is lg2.approx, whose absolute error near 1 spoils just the largest noise.
 # The interpreter, which has no libdevice, computes tl.log with numpy.
@@ -40,15 +40,14 @@ else:
 
 @triton.jit
 def _unpack(
-    ring, counter, meta, token_pool, page_table, slots, positions, entry_len, max_tokens,
-    RING: tl.constexpr, HEAD: tl.constexpr, HEADER_T: tl.constexpr, HEADER_POOL: tl.constexpr,
-    HEADER_TABLE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    ring, counter, meta, state, slots, positions, entry_len,
+    RING: tl.constexpr, HEAD: tl.constexpr, H_TOKENS: tl.constexpr, H_WRITES: tl.constexpr,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the entry's fixed part to where the graph's kernels look for it; write token pool and page table."""
+    """Copy the entry's arrays to where the graph's kernels look for them; write the tables."""
     entry = ring + (tl.load(counter) % RING).to(tl.int64) * entry_len
-    num_tokens = tl.load(entry + HEADER_T)
-    num_pool = tl.load(entry + HEADER_POOL)
-    num_table = tl.load(entry + HEADER_TABLE)
+    num_tokens = tl.load(entry + H_TOKENS)
+    num_writes = tl.load(entry + H_WRITES)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     for begin in range(0, HEAD, PROGRAMS * BLOCK):
         i = begin + lane
@@ -57,35 +56,28 @@ def _unpack(
         i = begin + lane
         tl.store(slots + i, tl.load(entry + HEAD + i, mask=i < num_tokens), mask=i < num_tokens)
         tl.store(positions + i, tl.load(entry + HEAD + num_tokens + i, mask=i < num_tokens), mask=i < num_tokens)
-    pool = entry + HEAD + 2 * num_tokens
-    for begin in range(0, num_pool, PROGRAMS * BLOCK):
+    writes = entry + HEAD + 2 * num_tokens
+    for begin in range(0, num_writes, PROGRAMS * BLOCK):
         i = begin + lane
-        at = tl.load(pool + i, mask=i < num_pool, other=0)
-        tl.store(token_pool + at, tl.load(pool + num_pool + i, mask=i < num_pool), mask=i < num_pool)
-    table = pool + 2 * num_pool
-    for begin in range(0, num_table, PROGRAMS * BLOCK):
-        i = begin + lane
-        at = tl.load(table + i, mask=i < num_table, other=0)
-        tl.store(page_table + at, tl.load(table + num_table + i, mask=i < num_table), mask=i < num_table)
+        at = tl.load(writes + i, mask=i < num_writes, other=0)
+        tl.store(state + at, tl.load(writes + num_writes + i, mask=i < num_writes), mask=i < num_writes)
 
 
 def unpack(
     ring: Tensor,  # [RING, entry_len] int32, device
     counter: Tensor,  # [1] int32, device: steps so far
-    meta: Tensor,  # [head] int32, device: header and row fields of the running step
-    token_pool: Tensor,  # [num_slots, max_len] int32, device
-    page_table: Tensor,  # [num_slots, max_pages] int32, device
+    meta: Tensor,  # [head] int32, device: header and rows of the running step
+    state: Tensor,  # [state_len] int32, device: token pool, page table and sampling parameters, side by side
     slots: Tensor,  # [max_tokens] int32, device
     positions: Tensor,  # [max_tokens] int32, device
 ) -> None:
     _unpack[(_UNPACKERS,)](
-        ring, counter, meta, token_pool, page_table, slots, positions, ring.shape[1], slots.shape[0],
-        RING=ring.shape[0], HEAD=meta.shape[0], HEADER_T=NUM_TOKENS, HEADER_POOL=NUM_POOL, HEADER_TABLE=NUM_TABLE,
-        BLOCK=128, PROGRAMS=_UNPACKERS, num_warps=4,
+        ring, counter, meta, state, slots, positions, ring.shape[1], RING=ring.shape[0], HEAD=meta.shape[0],
+        **_H, BLOCK=128, PROGRAMS=_UNPACKERS, num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tables"])  # else three compilations for one
 def _gather(
     meta, counter, token_pool, page_table, slots, positions, embedding, weight, residual, normed, tables, seq_lens,
     eps, max_len, max_pages, num_tables,
@@ -146,14 +138,12 @@ def gather(
 
 
 @triton.jit
-def _ban(ring, counter, logits, entry_len, vocab, RING: tl.constexpr, HEAD: tl.constexpr, HEADER_T: tl.constexpr,
-         HEADER_POOL: tl.constexpr, HEADER_TABLE: tl.constexpr, HEADER_BANNED: tl.constexpr, BLOCK: tl.constexpr,
-         PROGRAMS: tl.constexpr):  # fmt: skip
+def _ban(ring, counter, logits, entry_len, vocab, RING: tl.constexpr, HEAD: tl.constexpr, H_TOKENS: tl.constexpr,
+         H_WRITES: tl.constexpr, H_BANNED: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
     # The forward has counted this step already.
     entry = ring + ((tl.load(counter) - 1) % RING).to(tl.int64) * entry_len
-    skipped = 2 * (tl.load(entry + HEADER_T) + tl.load(entry + HEADER_POOL) + tl.load(entry + HEADER_TABLE))
-    num_banned = tl.load(entry + HEADER_BANNED)
-    banned = entry + HEAD + skipped
+    banned = entry + HEAD + 2 * (tl.load(entry + H_TOKENS) + tl.load(entry + H_WRITES))
+    num_banned = tl.load(entry + H_BANNED)
     for begin in range(0, num_banned, PROGRAMS * BLOCK):
         i = begin + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         row = tl.load(banned + i, mask=i < num_banned, other=0).to(tl.int64)
@@ -163,17 +153,35 @@ def _ban(ring, counter, logits, entry_len, vocab, RING: tl.constexpr, HEAD: tl.c
 
 def ban(ring: Tensor, counter: Tensor, logits: Tensor, head: int) -> None:
     """Minus infinity at the step's banned places: (row, token id) pairs at the end of its entry."""
-    _ban[(16,)](ring, counter, logits, ring.shape[1], logits.shape[1], RING=ring.shape[0], HEAD=head,
-                HEADER_T=NUM_TOKENS, HEADER_POOL=NUM_POOL, HEADER_TABLE=NUM_TABLE, HEADER_BANNED=NUM_BANNED,
-                BLOCK=128, PROGRAMS=16)  # fmt: skip
+    _ban[(16,)](ring, counter, logits, ring.shape[1], logits.shape[1], RING=ring.shape[0], HEAD=head, **_H,
+                H_BANNED=NUM_BANNED, BLOCK=128, PROGRAMS=16)  # fmt: skip
 
 
 @triton.jit
-def _noise(counter, key_low, key_high):
+def place_of(meta, slots, positions, row, HEADER_LEN: tl.constexpr, H_ROWS: tl.constexpr):
+    """(slot, position) of the token that a row draws; the dummy's (0, 0) for a padding row."""
+    live = row < tl.load(meta + H_ROWS)
+    last = tl.where(live, tl.load(meta + HEADER_LEN + row), 0)
+    slot = tl.where(live, tl.load(slots + last), 0)
+    position = tl.where(live, tl.load(positions + last) + 1, 0)
+    return slot.to(tl.int64), position.to(tl.int64)
+
+
+@triton.jit
+def _key(low, high, position):
+    """sampler.mix: SplitMix64's finaliser over seed + (position + 1) * golden."""
+    seed = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    x = seed + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _noise(counter, key):
     """sampler.gumbel of the token ids 4 * counter .. 4 * counter + 3, interleaved."""
     zero = counter * 0
-    seed = (key_high.to(tl.uint64) << 32) | (key_low.to(tl.uint32).to(tl.uint64))
-    a, b, c, d = tl.philox(seed, counter, zero, zero, zero)
+    a, b, c, d = tl.philox(key, counter, zero, zero, zero)
     words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.uint32, bitcast=True)
     uniform = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23; exact
     return -_log(-_log(uniform))
@@ -181,9 +189,9 @@ def _noise(counter, key_low, key_high):
 
 @triton.jit
 def _draw_block(
-    logits, fields, best, best_id, largest, cutoff, cut_id, vocab, num_tokens, max_rows, num_blocks,
-    TEMPERATURE_F: tl.constexpr, KEY_LOW_F: tl.constexpr, KEY_HIGH_F: tl.constexpr,
-    BLOCK: tl.constexpr, SAMPLE: tl.constexpr, FILTER: tl.constexpr,
+    meta, slots, positions, params, logits, best, best_id, largest, cutoff, cut_id, vocab, num_tokens, num_blocks,
+    P_T: tl.constexpr, P_LOW: tl.constexpr, P_HIGH: tl.constexpr, NUM_PARAMS: tl.constexpr, H_ROWS: tl.constexpr,
+    HEADER_LEN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr, FILTER: tl.constexpr,
 ):  # fmt: skip
     """The best token among BLOCK of one row: by logit, or by scaled logit plus noise; relative to the block's
     largest logit, so that no temperature overflows."""
@@ -196,15 +204,16 @@ def _draw_block(
     finite_top = tl.where(top > float("-inf"), top, 0.0)
     value = x - finite_top
     if SAMPLE:
-        temperature = tl.load(fields + TEMPERATURE_F * max_rows + row).to(tl.float32, bitcast=True)
+        slot, position = place_of(meta, slots, positions, row, HEADER_LEN, H_ROWS)
+        temperature = tl.load(params + slot * NUM_PARAMS + P_T).to(tl.float32, bitcast=True)
         if temperature > 0:
-            key_low = tl.load(fields + KEY_LOW_F * max_rows + row)
-            key_high = tl.load(fields + KEY_HIGH_F * max_rows + row)
+            low = tl.load(params + slot * NUM_PARAMS + P_LOW)
+            key = _key(low, tl.load(params + slot * NUM_PARAMS + P_HIGH), position)
             value = value / temperature
             if FILTER:
-                low, last = tl.load(cutoff + row), tl.load(cut_id + row)
-                value = tl.where((x > low) | ((x == low) & (token_id <= last)), value, float("-inf"))
-            value += _noise(block * (BLOCK // 4) + tl.arange(0, BLOCK // 4), key_low, key_high)
+                least, last = tl.load(cutoff + row), tl.load(cut_id + row)
+                value = tl.where((x > least) | ((x == least) & (token_id <= last)), value, float("-inf"))
+            value += _noise(block * (BLOCK // 4) + tl.arange(0, BLOCK // 4), key)
     at = row * num_blocks + block
     tl.store(best + at, tl.max(value, 0))
     tl.store(best_id + at, block * BLOCK + tl.argmax(value, 0, tie_break_left=True))
@@ -213,8 +222,9 @@ def _draw_block(
 
 @triton.jit
 def _draw_row(
-    meta, fields, best, best_id, largest, outputs, token_pool, max_rows, num_blocks,
-    DRAWN_AT_F: tl.constexpr, TEMPERATURE_F: tl.constexpr, HEADER_OUTPUT: tl.constexpr, BLOCKS: tl.constexpr,
+    meta, slots, positions, params, best, best_id, largest, outputs, token_pool, max_rows, max_len, num_blocks,
+    P_T: tl.constexpr, NUM_PARAMS: tl.constexpr, H_ROWS: tl.constexpr, HEADER_LEN: tl.constexpr,
+    H_OUTPUT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The best of a row's blocks, to the output ring and to the token pool."""
     row = tl.program_id(0)
@@ -224,17 +234,18 @@ def _draw_row(
     top = tl.load(largest + at, mask=inside, other=float("-inf"))
     is_nan = tl.max((top != top).to(tl.int32), 0) > 0
     overall = tl.max(top, 0)
-    temperature = tl.load(fields + TEMPERATURE_F * max_rows + row).to(tl.float32, bitcast=True)
+    slot, position = place_of(meta, slots, positions, row, HEADER_LEN, H_ROWS)
+    temperature = tl.load(params + slot * NUM_PARAMS + P_T).to(tl.float32, bitcast=True)
     temperature = tl.where(temperature > 0, temperature, 1.0)
     value = tl.load(best + at, mask=inside, other=float("-inf")) + (top - overall) / temperature
     value = tl.where(top > float("-inf"), value, float("-inf"))
     winner = tl.argmax(value, 0, tie_break_left=True)
     token_id = tl.max(tl.where(block == winner, tl.load(best_id + at, mask=inside, other=0), 0), 0)
     broken = is_nan | (overall == float("inf")) | (overall == float("-inf"))
-    output = tl.load(meta + HEADER_OUTPUT)
+    output = tl.load(meta + H_OUTPUT)
     tl.store(outputs + output * max_rows + row, tl.where(broken, -1, token_id))  # -1: NO_TOKEN
     # The pool takes a harmless id where there is none: the row may be in the next step already.
-    tl.store(token_pool + tl.load(fields + DRAWN_AT_F * max_rows + row), tl.where(broken, 0, token_id))
+    tl.store(token_pool + slot * max_len + position, tl.where(broken, 0, token_id))
 
 
 BLOCK_TOKENS = 4096  # of a row's logits a program draws from; 38 programs a row at 151,936
@@ -242,13 +253,15 @@ BLOCK_TOKENS = 4096  # of a row's logits a program draws from; 38 programs a row
 
 def draw(
     meta: Tensor,
-    fields: Tensor,  # [NUM_FIELDS, max_rows] int32, device
+    slots: Tensor,
+    positions: Tensor,
+    params: Tensor,  # [num_slots, NUM_PARAMS] int32, device
     logits: Tensor,  # [num_rows, vocab_size] bf16, device
     num_tokens: int,  # ids that may be drawn; the head's rows beyond are padding
-    scratch: "tuple[Tensor, Tensor, Tensor]",  # [max_rows, blocks]: best float32, id int32, largest float32
+    scratch: tuple[Tensor, Tensor, Tensor],  # [max_rows * blocks]: best float32, id int32, largest float32
     outputs: Tensor,  # [RING, max_rows] int32, device
     token_pool: Tensor,
-    cut: "tuple[Tensor, Tensor] | None",  # [max_rows]: least logit kept float32, last id kept at that logit int32
+    cut: tuple[Tensor, Tensor] | None,  # [max_rows]: least logit kept float32, last id kept at that logit int32
     *,
     sample: bool,
 ) -> None:
@@ -257,13 +270,14 @@ def draw(
     num_blocks = triton.cdiv(num_tokens, BLOCK_TOKENS)
     best, best_id, largest = scratch
     cutoff, cut_id = cut or (best, best_id)
+    places = {"NUM_PARAMS": NUM_PARAMS, "H_ROWS": NUM_ROWS, "HEADER_LEN": HEADER, "P_T": TEMPERATURE}
     _draw_block[(num_rows, num_blocks)](
-        logits, fields, best, best_id, largest, cutoff, cut_id, vocab, num_tokens, fields.shape[1], num_blocks,
-        TEMPERATURE_F=TEMPERATURE, KEY_LOW_F=KEY_LOW, KEY_HIGH_F=KEY_HIGH,
-        BLOCK=BLOCK_TOKENS, SAMPLE=sample, FILTER=cut is not None, num_warps=4,
+        meta, slots, positions, params, logits, best, best_id, largest, cutoff, cut_id, vocab, num_tokens, num_blocks,
+        **places, P_LOW=SEED_LOW, P_HIGH=SEED_HIGH, BLOCK=BLOCK_TOKENS, SAMPLE=sample, FILTER=cut is not None,
+        num_warps=4,
     )  # fmt: skip
     _draw_row[(num_rows,)](
-        meta, fields, best, best_id, largest, outputs, token_pool, fields.shape[1], num_blocks,
-        DRAWN_AT_F=DRAWN_AT, TEMPERATURE_F=TEMPERATURE, HEADER_OUTPUT=OUTPUT,
-        BLOCKS=triton.next_power_of_2(num_blocks), num_warps=1,
+        meta, slots, positions, params, best, best_id, largest, outputs, token_pool, outputs.shape[1],
+        token_pool.shape[1], num_blocks, **places, H_OUTPUT=OUTPUT, BLOCKS=triton.next_power_of_2(num_blocks),
+        num_warps=1,
     )  # fmt: skip
