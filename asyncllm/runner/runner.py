@@ -70,7 +70,7 @@ class ModelRunner:
         self._sampling = SlotSampling(len(tables.page_table))
 
     def __repr__(self) -> str:
-        return f"ModelRunner({self._device.name}, {self._tables!r})"
+        return f"ModelRunner({self._device.name}, {getattr(self, '_tables', 'closed')!r})"
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
@@ -83,6 +83,7 @@ class ModelRunner:
 
     def close(self) -> None:
         self._device.synchronize()
+        del self._model, self._attention, self._tables
 
     def _stage(self, batch: Batch, put: Put) -> _Step:
         rows = Rows.of(*(column.astype(np.int64) for column in (batch.slots, batch.starts, batch.lengths)))
