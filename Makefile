@@ -1,6 +1,7 @@
 # make serve    set up, fetch the default model, serve it on 127.0.0.1:8000
 # make test     set up, then ruff, mypy and the tests
 # make model    fetch the default model into the user's cache and print its folder
+# make gpu      on a machine with a GPU: the tests that need one, with the python3 that holds its torch (GPU_PY)
 # make lint     ruff and mypy alone;  make fmt  what ruff can mend
 #
 #   make serve PORT=9000 MODEL=./folder ARGS='--no-overlap'
@@ -20,7 +21,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: serve test model lint fmt
+.PHONY: serve test model lint fmt gpu
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.installed
@@ -30,6 +31,15 @@ serve: $(VENV)/.installed
 test: lint
 	@$(PY) -m asyncllm.hub > /dev/null
 	$(PY) -m pytest $(ARGS)
+
+# Nothing is installed: a GPU machine's torch is its own. Checkpoints are looked for in .gpu/ (ASYNCLLM_TINY,
+# ASYNCLLM_REAL say where else); what is not there is skipped. ASYNCLLM_STORM_S: seconds of the storm, 300.
+GPU_PY ?= python3
+
+gpu:
+	@test ! -f .gpu/random_checkpoint.py || test -d .gpu/qwen3-0.6b || \
+	  $(GPU_PY) .gpu/random_checkpoint.py qwen3-0.6b .gpu/qwen3-0.6b
+	$(GPU_PY) -m pytest tests/gpu $(ARGS)
 
 model: $(VENV)/.installed
 	@$(PY) -m asyncllm.hub

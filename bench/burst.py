@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from asyncllm import build
 from asyncllm import config as configs
+from asyncllm.engine.loop import Engine
 from asyncllm.llm import AsyncLLM
 from asyncllm.types import SamplingParams
 
@@ -39,28 +40,28 @@ def burst(run: int) -> list[Request]:
         for _ in range(prompt_len):
             rng.randint(0, 10000)
     outputs = [rng.randint(100, 1024) for _ in range(256)]
-    return [_request(fresh, n, out, temperature=0.6) for n, out in zip(lengths, outputs, strict=True)]
+    return [request(fresh, n, out, temperature=0.6) for n, out in zip(lengths, outputs, strict=True)]
 
 
 def one(run: int) -> list[Request]:
-    return [_request(random.Random(f"one {run}"), 512, 512)]
+    return [request(random.Random(f"one {run}"), 512, 512)]
 
 
 def prefill(run: int) -> list[Request]:
     fresh = random.Random(f"prefill {run}")
-    return [_request(fresh, 4000, 8) for _ in range(64)]
+    return [request(fresh, 4000, 8) for _ in range(64)]
 
 
 def shared(run: int) -> list[Request]:
     fresh = random.Random(f"shared {run}")
     prefix = [fresh.randint(10, 9999) for _ in range(2048)]
-    return [Request(prefix + r.prompt_ids, r.params) for r in (_request(fresh, 100, 128) for _ in range(256))]
+    return [Request(prefix + r.prompt_ids, r.params) for r in (request(fresh, 100, 128) for _ in range(256))]
 
 
 WORKS = {"burst": burst, "one": one, "prefill": prefill, "shared": shared}
 
 
-def _request(rng: random.Random, prompt_len: int, max_tokens: int, temperature: float = 0.0) -> Request:
+def request(rng: random.Random, prompt_len: int, max_tokens: int, temperature: float = 0.0) -> Request:
     params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=max_tokens)
     return Request([rng.randint(10, 9999) for _ in range(prompt_len)], params)
 
@@ -70,6 +71,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._events: dict[int, dict[str, Any]] = {}
+        self._zero: Any = None
 
     def attach(self, runner: Any) -> None:
         import torch
@@ -80,21 +82,34 @@ class Clock:
             self._events.setdefault(step, {})[moment] = event
 
         runner.on_step = on_step
+        self.mark()
+
+    def mark(self) -> float:
+        """A device moment that take_steps() counts from, and the host's perf_counter at it, to some 20 us."""
+        import torch
+
+        self._zero = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._zero.record(torch.cuda.default_stream())
+        self._zero.synchronize()
+        return time.perf_counter()
+
+    def take_steps(self) -> dict[int, tuple[float, float]]:
+        """(begin, end) of each step in ms since mark(); forgets them."""
+        events, self._events = self._events, {}
+        whole = {step: event for step, event in sorted(events.items()) if len(event) == 2}
+        for event in whole.values():
+            event["end"].synchronize()
+        zero = self._zero
+        return {s: (zero.elapsed_time(e["begin"]), zero.elapsed_time(e["end"])) for s, e in whole.items()}
 
     def take(self) -> list[tuple[float, float]]:
-        """(begin, end) of each step in ms from the first begin; forgets them."""
-        steps = [step for _, step in sorted(self._events.items()) if len(step) == 2]
-        self._events = {}
-        if not steps:
-            return []
-        steps[-1]["end"].synchronize()
-        zero = steps[0]["begin"]
-        return [(zero.elapsed_time(step["begin"]), zero.elapsed_time(step["end"])) for step in steps]
+        return list(self.take_steps().values())
 
 
 class House(NamedTuple):
     llm: AsyncLLM
     runner: Any
+    engine: Any
     clock: Clock
     config: configs.EngineConfig
     ready_s: float
@@ -109,11 +124,17 @@ async def open_house(model: str, **options: Any) -> AsyncIterator[House]:
     tokenizer, template = build._load_words(folder)
     engine_config, limits = build._decide(config, folder, tokenizer)
     made: list[Any] = []
+    engines: list[Engine] = []
 
     def make_runner() -> Any:
         made.append(build._make_runner(folder, engine_config, limits))
         return made[0]
 
+    def make_engine(*args: Any, **kwargs: Any) -> Engine:
+        engines.append(Engine(*args, **kwargs))
+        return engines[0]
+
+    build.Engine = make_engine  # type: ignore[assignment,misc]
     async with build.running(
         make_runner, engine_config, limits, tokenizer=tokenizer, chat_template=template, model_name=folder.name
     ) as llm:
@@ -121,7 +142,7 @@ async def open_house(model: str, **options: Any) -> AsyncIterator[House]:
         clock = Clock()
         if hasattr(runner, "on_step"):
             clock.attach(runner)
-        yield House(llm, runner, clock, engine_config, time.monotonic() - began_s)
+        yield House(llm, runner, engines[0], clock, engine_config, time.monotonic() - began_s)
 
 
 async def generate(llm: AsyncLLM, requests: list[Request]) -> tuple[float, int, list[float]]:

@@ -6,10 +6,20 @@ GPU thread. It never knows sampling, batches or weights other than the head norm
 # mypy: ignore-errors
 # Triton's language has no types, and its functions no signatures that Python would understand.
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@functools.cache
+def _pdl() -> dict[str, bool]:
+    """As models.kernels.pdl; floors share no kernels."""
+    on = not triton.knobs.runtime.interpret and torch.cuda.get_device_capability() >= (9, 0)
+    return {"PDL": on, "launch_pdl": on} if on else {"PDL": False}
 
 
 @triton.jit
@@ -18,8 +28,12 @@ def _rotate_and_store(
     max_pages, page_stride, value_offset, head_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and one KV head: its query heads and key are normed and rotated, key and value stored."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     slot = tl.load(slots + token)
@@ -83,7 +97,7 @@ def rotate_and_store(
         page_table.stride(0), pages.stride(0), pages.stride(1), pages.stride(2),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         GROUP=group, ROWS=triton.next_power_of_2(group + 1), HALF=triton.next_power_of_2(head_dim // 2),
-        HAS_NORM=norm_weight is not None, num_warps=1 if group < 8 else 4,
+        HAS_NORM=norm_weight is not None, **_pdl(), num_warps=1 if group < 8 else 4,
     )  # fmt: skip
 
 

@@ -6,14 +6,37 @@ GPU thread. They never know pages, slots or why a token is computed.
 # mypy: ignore-errors
 # Triton's language has no types, and its functions no signatures that Python would understand.
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@functools.cache
+def pdl() -> dict[str, bool]:
+    """Programmatic dependent launch, where the GPU knows it: a kernel's start overlaps the end of the one before."""
+    on = not triton.knobs.runtime.interpret and torch.cuda.get_device_capability() >= (9, 0)
+    return {"PDL": on, "launch_pdl": on} if on else {"PDL": False}
 
 
 @triton.jit
-def _add_norm(x, residual, weight, out, at, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr):
+def enter(PDL: tl.constexpr):
+    """Let the next kernel of the stream come up already, then wait for what the last one wrote."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def _add_norm(
+    x, residual, weight, out, at, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """out[row] = norm(residual[i] + x[i]) with i = row, the sum kept in residual; or i = at[row], nothing kept."""
+    enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(at + row).to(tl.int64) if GATHER else row
     column = tl.arange(0, BLOCK)
@@ -32,7 +55,7 @@ def _add_norm(x, residual, weight, out, at, eps, SIZE: tl.constexpr, BLOCK: tl.c
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
     """residual += x; out = rms_norm(residual) * weight. All [num_tokens, hidden_size] bf16, device."""
     size = x.shape[1]
-    _add_norm[(x.shape[0],)](x, residual, weight, out, x, eps, size, triton.next_power_of_2(size), False,
+    _add_norm[(x.shape[0],)](x, residual, weight, out, x, eps, size, triton.next_power_of_2(size), False, **pdl(),
                              num_warps=_warps(size))  # fmt: skip
 
 
@@ -42,12 +65,13 @@ def add_norm_rows(x: Tensor, residual: Tensor, at: Tensor, weight: Tensor, out: 
     at: [num_rows] int32, device; out: [num_rows, hidden_size].
     """
     size = x.shape[1]
-    _add_norm[(out.shape[0],)](x, residual, weight, out, at, eps, size, triton.next_power_of_2(size), True,
+    _add_norm[(out.shape[0],)](x, residual, weight, out, at, eps, size, triton.next_power_of_2(size), True, **pdl(),
                                num_warps=_warps(size))  # fmt: skip
 
 
 @triton.jit
-def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -59,7 +83,7 @@ def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """gate_up: [num_tokens, 2 * size] bf16, device -> out: [num_tokens, size]."""
     size = out.shape[1]
-    _silu_mul[(out.shape[0], triton.cdiv(size, 1024))](gate_up, out, size, 1024, num_warps=4)
+    _silu_mul[(out.shape[0], triton.cdiv(size, 1024))](gate_up, out, size, 1024, **pdl(), num_warps=4)
 
 
 def _warps(size: int) -> int:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..models.kernels import enter, pdl
+
 # Places in the header.
 NUM_TOKENS, NUM_DECODES, OUTPUT, NUM_WRITES, NUM_BANNED, NUM_ROWS = range(6)
 HEADER = 16
@@ -81,9 +83,10 @@ def unpack(
 def _gather(
     meta, counter, token_pool, page_table, slots, positions, embedding, weight, residual, normed, tables, seq_lens,
     eps, max_len, max_pages, num_tables,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADER_DECODES: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADER_DECODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: its embedding and first norm; for a decode row also its pages, side by side, and its length."""
+    enter(PDL)
     token = tl.program_id(0)
     slot = tl.load(slots + token).to(tl.int64)
     position = tl.load(positions + token)
@@ -132,7 +135,7 @@ def gather(
     _gather[(slots.shape[0],)](
         meta, counter, token_pool, page_table, slots, positions, embedding, weight, residual, normed, tables, seq_lens,
         eps, token_pool.shape[1], page_table.shape[1], seq_lens.shape[0],
-        SIZE=size, BLOCK=triton.next_power_of_2(size), PAGE_SIZE=page_size, HEADER_DECODES=NUM_DECODES,
+        SIZE=size, BLOCK=triton.next_power_of_2(size), PAGE_SIZE=page_size, HEADER_DECODES=NUM_DECODES, **pdl(),
         num_warps=4 if size <= 2048 else 8,
     )  # fmt: skip
 
@@ -191,10 +194,11 @@ def _noise(counter, key):
 def _draw_block(
     meta, slots, positions, params, logits, best, best_id, largest, cutoff, cut_id, vocab, num_tokens, num_blocks,
     P_T: tl.constexpr, P_LOW: tl.constexpr, P_HIGH: tl.constexpr, NUM_PARAMS: tl.constexpr, H_ROWS: tl.constexpr,
-    HEADER_LEN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr, FILTER: tl.constexpr,
+    HEADER_LEN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr, FILTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best token among BLOCK of one row: by logit, or by scaled logit plus noise; relative to the block's
     largest logit, so that no temperature overflows."""
+    enter(PDL)
     row, block = tl.program_id(0), tl.program_id(1)
     token_id = block * BLOCK + tl.arange(0, BLOCK)
     inside = token_id < num_tokens
@@ -224,9 +228,10 @@ def _draw_block(
 def _draw_row(
     meta, slots, positions, params, best, best_id, largest, outputs, token_pool, max_rows, max_len, num_blocks,
     P_T: tl.constexpr, NUM_PARAMS: tl.constexpr, H_ROWS: tl.constexpr, HEADER_LEN: tl.constexpr,
-    H_OUTPUT: tl.constexpr, BLOCKS: tl.constexpr,
+    H_OUTPUT: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best of a row's blocks, to the output ring and to the token pool."""
+    enter(PDL)
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     inside = block < num_blocks
@@ -274,10 +279,10 @@ def draw(
     _draw_block[(num_rows, num_blocks)](
         meta, slots, positions, params, logits, best, best_id, largest, cutoff, cut_id, vocab, num_tokens, num_blocks,
         **places, P_LOW=SEED_LOW, P_HIGH=SEED_HIGH, BLOCK=BLOCK_TOKENS, SAMPLE=sample, FILTER=cut is not None,
-        num_warps=4,
+        **pdl(), num_warps=4,
     )  # fmt: skip
     _draw_row[(num_rows,)](
         meta, slots, positions, params, best, best_id, largest, outputs, token_pool, outputs.shape[1],
         token_pool.shape[1], num_blocks, **places, H_OUTPUT=OUTPUT, BLOCKS=triton.next_power_of_2(num_blocks),
-        num_warps=1,
+        **pdl(), num_warps=1,
     )  # fmt: skip
