@@ -6,13 +6,16 @@ It never knows what a token means.
 
 import asyncio
 import queue
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
 import msgspec
 
 from .errors import QueueFull
-from .types import Delta, Submission
+from .types import Delta, Progress, Submission
+
+Deltas = tuple[Delta | Progress, ...]
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -31,11 +34,19 @@ class Finish(msgspec.Struct, frozen=True):
     request_id: str
 
 
+class Update(msgspec.Struct, frozen=True, kw_only=True):
+    """Other limits for a running sequence, from the first step not yet scheduled. None: as it was."""
+
+    request_id: str
+    max_tokens: int | None = None  # resolved: it fits behind the prompt
+    temperature: float | None = None
+
+
 class Close(msgspec.Struct, frozen=True):
     """End every sequence and leave the thread."""
 
 
-Message = Submit | Abort | Finish | Close
+Message = Submit | Abort | Finish | Update | Close
 
 
 class Inbox:
@@ -99,26 +110,27 @@ class Outbox:
     """Deltas to the loop: one wake-up a step, however many rows it had. The GPU thread puts.
 
     Losing a wake-up is impossible: put() appends before it looks at the flag, and the loop lowers
-    the flag before it takes what is there.
+    the flag before it finds nothing left.
     """
 
     def __init__(self) -> None:
         self.stats = EngineStats()  # written by the GPU thread, read by anyone
-        self._steps: deque[tuple[Delta, ...]] = deque()
+        self._steps: deque[tuple[float, Deltas]] = deque()
         self._wake_pending = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._deliver: Callable[[tuple[Delta, ...]], None] | None = None
+        self._wake: Callable[[], None] | None = None
 
-    def bind(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[tuple[Delta, ...]], None]) -> None:
-        """Loop thread, once, before the first submission: who is to get the deltas."""
-        self._loop, self._deliver = loop, deliver
+    def bind(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+        """Loop thread, once, before the first submission: what is to run when there is something to take."""
+        self._loop, self._wake = loop, wake
 
-    def put(self, deltas: tuple[Delta, ...]) -> None:
+    def put(self, deltas: Deltas) -> None:
         """GPU thread: one step's deltas."""
-        self._steps.append(deltas)
+        self._steps.append((time.monotonic(), deltas))
         if not self._wake_pending:
             self._wake_pending = True
-            self.call(self._drain)
+            assert self._wake is not None, "bind() comes first"
+            self.call(self._wake)
 
     def call(self, callback: Callable[..., None], *args: object) -> None:
         """GPU thread: run a callback on the loop. A closed loop has nobody left to tell."""
@@ -129,8 +141,9 @@ class Outbox:
             if not self._loop.is_closed():
                 raise
 
-    def _drain(self) -> None:
-        assert self._deliver is not None
-        self._wake_pending = False
-        while self._steps:
-            self._deliver(self._steps.popleft())
+    def take(self) -> tuple[float, Deltas] | None:
+        """Loop thread: the oldest step and when it was put. After None, the next put wakes again."""
+        if not self._steps:
+            self._wake_pending = False
+        # Looked at again: a put between the two lines saw a flag that was still up.
+        return self._steps.popleft() if self._steps else None

@@ -7,7 +7,7 @@ import asyncio
 import copy
 import secrets
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -16,103 +16,23 @@ from typing import Any, Self
 
 import msgspec
 
-from .bridge import Abort, Close, EngineStats, Finish, Inbox, Outbox, Submit
+from .bridge import Abort, Close, EngineStats, Finish, Inbox, Outbox, Submit, Update
 from .errors import Aborted, AsyncLLMError, Draining, InvalidRequest, QueueFull
+from .mailbox import Mailbox
+from .pace import Pace, Policy, Reader
 from .text.chat import ChatTemplate
-from .text.detokenizer import Detokenizer
 from .text.stop import StopMatcher
 from .text.tokenizer import Tokenizer, context_too_long
-from .types import Completion, Delta, EngineLimits, FinishReason, SamplingParams, Submission
+from .totals import Totals
+from .types import Completion, Delta, EngineLimits, Progress, SamplingParams, Submission
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]
 
 # Above this many characters a prompt is tokenised in a worker thread: about 1 ms of the loop's time.
 INLINE_CHARS = 2048
-
-
-class Mailbox:
-    """Where one request's deltas become text and wait for their reader, merged while he lags.
-
-    Owned by the registry of AsyncLLM, not by the reader: a Stream that is dropped takes nothing with it.
-    """
-
-    def __init__(self, submission: Submission, detokenizer: Detokenizer, stop: StopMatcher) -> None:
-        self.submission = submission
-        self.last: Delta | None = None  # the newest; the terminal one once `ended`
-        self.ended = False
-        self._detokenizer = detokenizer
-        self._stop = stop
-        self._token_ids: list[int] = []
-        self._text: list[str] = []
-        self._unread = False
-        self._reader: asyncio.Future[None] | None = None
-
-    def deliver(self, delta: Delta) -> bool:
-        """Take one delta. True if its text met a stop string, which ends the request here and now."""
-        for i, token_id in enumerate(delta.token_ids, 1):
-            self._token_ids.append(token_id)
-            if matched := self._add_text(self._visible_text(token_id, delta)):
-                self._note(_stopped(delta, matched, delta.num_output_tokens - len(delta.token_ids) + i))
-                return True
-        if delta.finish_reason is not None:
-            if matched := self._add_text(self._detokenizer.finish()):
-                self._note(_stopped(delta, matched, delta.num_output_tokens))
-                return True
-            self._text.append(self._stop.finish())
-        self._note(delta)
-        return False
-
-    def fail(self, error: AsyncLLMError) -> None:
-        """End the request with an error in place of whatever the engine may still say."""
-        reason = FinishReason.ABORT if isinstance(error, Aborted) else FinishReason.ERROR
-        seen = self.last or Delta(request_id=self.submission.request_id)
-        self._note(msgspec.structs.replace(seen, finish_reason=reason, error=error))
-
-    def take(self) -> Delta | None:
-        """Everything unread as one delta; None if there is nothing.
-
-        Raises:
-            AsyncLLMError: what ended the request, once the text before it has been read.
-        """
-        if not self._unread or self.last is None:
-            return None
-        last = self.last
-        if last.error is not None:
-            if not self._token_ids:
-                # A copy: one error may end many requests, and each raise would grow its traceback.
-                raise copy.copy(last.error)
-            last = msgspec.structs.replace(last, finish_reason=None, error=None)
-        self._unread = last is not self.last
-        delta = msgspec.structs.replace(last, token_ids=tuple(self._token_ids), text="".join(self._text))
-        self._token_ids, self._text = [], []
-        return delta
-
-    async def wait(self) -> None:
-        """Sleep until something is unread or the end has come. One reader at a time."""
-        if self._reader is not None:
-            raise RuntimeError("a stream has one reader; two are waiting")
-        self._reader = asyncio.get_running_loop().create_future()
-        try:
-            await self._reader
-        finally:
-            self._reader = None
-
-    def _visible_text(self, token_id: int, delta: Delta) -> str:
-        # The stop id itself is counted but never shown, special or not.
-        if delta.finish_reason is FinishReason.STOP and token_id == delta.token_ids[-1]:
-            return ""
-        return self._detokenizer.push((token_id,))
-
-    def _add_text(self, text: str) -> str | None:
-        visible, matched = self._stop.push(text)
-        self._text.append(visible)
-        return matched
-
-    def _note(self, delta: Delta) -> None:
-        self.last, self.ended, self._unread = delta, delta.finish_reason is not None, True
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+# Deltas taken in one go, at half a microsecond each, or three where there are stop strings.
+ROWS_A_TURN = 256
 
 
 class Stream:
@@ -158,6 +78,30 @@ class Stream:
         """Nobody reads this any more. Idempotent; nothing if the answer is complete."""
         self._llm.abort(self.request_id)
 
+    # -- for who writes text on from a callback: no task wakes up for a token --
+
+    def listen(self, reader: Reader | None) -> None:
+        """Flush this reader whenever there is something, as often as the loop can afford. In place of iterating."""
+        self._mailbox.listen(reader)
+
+    @property
+    def last(self) -> Delta | None:
+        """The newest delta, without its text; the terminal one has a finish_reason, and the error if one ended it."""
+        return self._mailbox.last
+
+    @property
+    def progress(self) -> Progress | None:
+        """The last word about queue and prefill, if it was asked for."""
+        return self._mailbox.progress
+
+    @property
+    def num_unread_bytes(self) -> int:
+        return self._mailbox.num_unread_bytes
+
+    def take_text(self) -> str:
+        """All text that has come since."""
+        return self._mailbox.take_text()
+
     async def result(self) -> Completion:
         """Read to the end and return the whole answer."""
         texts: list[str] = []
@@ -179,23 +123,6 @@ class Stream:
         )
 
 
-class Totals:
-    """What has been served since the start; the loop counts, metrics read."""
-
-    def __init__(self) -> None:
-        self.finished: Counter[str] = Counter()  # by finish_reason
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_output_tokens = 0
-
-    def add(self, last: Delta) -> None:
-        assert last.finish_reason is not None
-        self.finished[last.finish_reason.value] += 1
-        self.num_prompt_tokens += last.num_prompt_tokens
-        self.num_cached_tokens += last.num_cached_tokens
-        self.num_output_tokens += last.num_output_tokens
-
-
 class AsyncLLM:
     """The engine as one loop sees it. Made by `asyncllm.start`; used from that loop alone."""
 
@@ -208,6 +135,7 @@ class AsyncLLM:
         tokenizer: Tokenizer,
         chat_template: ChatTemplate | None,
         model_name: str,
+        pace: Policy = "adaptive",
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
@@ -224,8 +152,11 @@ class AsyncLLM:
         self._empty.set()
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="asyncllm-text")
         self._died = asyncio.Event()
+        self._draining_began = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        outbox.bind(self._loop, self._deliver)
+        self.pace = Pace(self._loop, pace)
+        self._rest: deque[Delta | Progress] = deque()  # of the step being delivered
+        outbox.bind(self._loop, self._receive)
 
     def __repr__(self) -> str:
         return f"AsyncLLM({self.model_name!r}, {self.num_live} live, {self.stats!r})"
@@ -282,21 +213,24 @@ class AsyncLLM:
         )
         return await self._run(_num_chars(messages), encode)
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Stream:
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, wants_progress: bool = False
+    ) -> Stream:
         """Queue one sequence. Every check happens here, before the engine hears of it.
 
-        `max_tokens` larger than what fits behind the prompt is shortened to that.
+        `max_tokens` larger than what fits behind the prompt is shortened to that. With `wants_progress` the
+        stream's `progress` is kept up to date, from the queue to the first token.
 
         Raises:
             InvalidRequest: naming the field; ContextTooLong among them.
             QueueFull, Draining, EngineDead: not now.
         """
         self._check_open()
-        submission = self._submission(tuple(prompt_ids), params)
+        submission = self._submission(tuple(prompt_ids), params, wants_progress)
         if problem := submission.problem(self.limits):
             raise InvalidRequest(problem.message, problem.param)
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
-        mailbox = Mailbox(submission, detokenizer, StopMatcher(params.stop))
+        mailbox = Mailbox(submission, detokenizer, _matcher(params.stop), self.pace)
         self._mailboxes[submission.request_id] = mailbox  # before the engine can answer
         self._empty.clear()
         try:
@@ -305,6 +239,35 @@ class AsyncLLM:
             self._forget(submission.request_id)
             raise
         return Stream(self, mailbox)
+
+    def update(
+        self,
+        request_id: str,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        temperature: float | None = None,
+    ) -> bool:
+        """Change a running generation: limit and temperature from the first step not yet scheduled, stop strings
+        from the next token. False if it has ended.
+
+        Raises:
+            InvalidRequest: naming the field; then nothing is changed.
+        """
+        if (mailbox := self._mailboxes.get(request_id)) is None:
+            return False
+        given = {"max_tokens": max_tokens, "stop": None if stop is None else tuple(stop), "temperature": temperature}
+        changes = {name: value for name, value in given.items() if value is not None}
+        params = msgspec.structs.replace(SamplingParams(), **changes)
+        if problem := params.problem(self.limits):
+            raise InvalidRequest(problem.message, problem.param)
+        if stop is not None:
+            mailbox.set_stop(_matcher(stop))
+        if max_tokens is not None or temperature is not None:
+            room = self.limits.max_model_len - len(mailbox.submission.prompt_ids)
+            limit = None if max_tokens is None else min(max_tokens, room)
+            self._inbox.put(Update(request_id=request_id, max_tokens=limit, temperature=temperature))
+        return True
 
     def abort(self, request_id: str) -> None:
         """End a request. Its reader, if any, gets Aborted; unknown and ended ones are no news."""
@@ -319,11 +282,16 @@ class AsyncLLM:
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, let what runs finish for `grace_s` seconds, then end the rest with an error."""
         self.draining = True
+        self._draining_began.set()
         try:
             async with asyncio.timeout(grace_s):
                 await self._empty.wait()
         except TimeoutError:
             self._fail_all(Draining("the server is stopping"))
+
+    async def wait_draining(self) -> None:
+        """Sleep until drain() is called."""
+        await self._draining_began.wait()
 
     async def wait_died(self) -> AsyncLLMError:
         """Sleep until the engine thread ends by itself, which it never should."""
@@ -336,6 +304,7 @@ class AsyncLLM:
         self.draining = True
         self._fail_all(Aborted("the engine is closed"))
         self._inbox.put(Close())
+        self.pace.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def died(self, error: AsyncLLMError) -> None:
@@ -346,7 +315,7 @@ class AsyncLLM:
 
     # -- inside --
 
-    def _submission(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> Submission:
+    def _submission(self, prompt_ids: tuple[int, ...], params: SamplingParams, progress: bool) -> Submission:
         num_prompt = len(prompt_ids)
         if num_prompt > self.limits.max_prompt_len:
             raise context_too_long(self.limits.max_prompt_len, num_prompt)
@@ -360,6 +329,7 @@ class AsyncLLM:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_ids=(*eos_ids, *params.stop_token_ids),
             arrival_s=time.monotonic(),
+            wants_progress=progress,
         )
 
     def _check_open(self) -> None:
@@ -375,16 +345,39 @@ class AsyncLLM:
             return encode()
         return await self._loop.run_in_executor(self._workers, encode)
 
-    def _deliver(self, deltas: Iterable[Delta]) -> None:
-        """One step's deltas. Those of requests that have ended here are the engine's overrun: dropped."""
+    def _receive(self) -> None:
+        """Deliver what the engine has put, a turn of the loop for each ROWS_A_TURN deltas."""
+        num_left = ROWS_A_TURN
+        while num_left > 0:
+            if not self._rest:
+                if (step := self._outbox.take()) is None:
+                    return
+                put_s, deltas = step
+                self._rest.extend(deltas)
+                self.pace.step(put_s, len(deltas))
+            rows = min(num_left, len(self._rest))
+            num_left -= rows
+            self._deliver([self._rest.popleft() for _ in range(rows)])
+        self._loop.call_soon(self._receive)
+
+    def _deliver(self, deltas: Iterable[Delta | Progress]) -> None:
+        """Those of requests that have ended here are the engine's overrun: dropped."""
+        get, now_s, gaps = self._mailboxes.get, time.monotonic(), self.totals.gaps
         for delta in deltas:
-            mailbox = self._mailboxes.get(delta.request_id)
+            mailbox = get(delta.request_id)
             if mailbox is None:
                 continue
+            if isinstance(delta, Progress):
+                mailbox.note_progress(delta)
+                continue
+            if delta.token_ids:
+                gaps[mailbox.seen_s] = gaps.get(mailbox.seen_s, 0) + 1
+                mailbox.seen_s = now_s
             if mailbox.deliver(delta) and delta.finish_reason is None:
                 self._inbox.put(Finish(delta.request_id))
             if mailbox.ended:
                 self._forget(delta.request_id)
+        self.totals.add_gaps(now_s)
 
     def _fail(self, request_id: str, error: AsyncLLMError) -> None:
         self._mailboxes[request_id].fail(error)
@@ -474,14 +467,8 @@ def _params(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingPa
         raise InvalidRequest(str(error), next(iter(fields))) from None
 
 
-def _stopped(delta: Delta, stop_string: str, num_output_tokens: int) -> Delta:
-    return msgspec.structs.replace(
-        delta,
-        finish_reason=FinishReason.STOP,
-        stop_reason=stop_string,
-        num_output_tokens=num_output_tokens,
-        error=None,
-    )
+def _matcher(stop: Sequence[str]) -> StopMatcher | None:
+    return StopMatcher(stop) if stop else None
 
 
 def _num_chars(messages: Messages) -> int:

@@ -131,6 +131,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...]  # EOS ids (unless ignored) and stop_token_ids
     arrival_s: float  # time.monotonic()
     priority: int = 0
+    wants_progress: bool = False  # tell its place in the queue and its prefill
     deadline_s: float | None = None  # time.monotonic(); not served yet
 
     def problem(self, limits: EngineLimits) -> Problem | None:
@@ -185,6 +186,15 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     num_output_tokens: int = 0  # so far, this delta included
     logprobs: tuple[Logprob, ...] = ()
     timings: Timings | None = None  # with the last delta
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a sequence stands before its first token; sent when it changes, to those who asked."""
+
+    request_id: str
+    queue_position: int | None = None  # 0 is next; None once it holds a slot
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0  # of the prompt, prefix cache included
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,8 @@ LAW = {
     "types": set(), "errors": set(), "config": set(),
     "hub": {"smollm2"}, "smollm2": set(),
     "wire": set(), "client": {"wire"}, "text": set(),
-    "server": {"llm", "text", "wire"}, "llm": {"bridge", "text"}, "bridge": set(),
+    "server": {"llm", "pace", "text", "wire"}, "llm": {"bridge", "mailbox", "pace", "text", "totals"},
+    "mailbox": {"pace", "text"}, "pace": set(), "totals": {"pace"}, "bridge": set(),
     "engine": {"bridge"}, "runner": {"device", "attention", "models", "engine.batch"},
     "device": set(), "attention": {"device"}, "models": {"attention.base"},
 }  # fmt: skip

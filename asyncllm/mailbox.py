@@ -1,0 +1,188 @@
+"""Where one request's deltas become text and wait for their reader, merged while he lags.
+
+Loop thread. It never knows the engine's messages, sockets or HTTP.
+
+A delta without stop strings costs half a microsecond: its ids are kept, and become text when the reader
+takes them. So a reader who comes every fifth step pays for one decoding and one write, not for five.
+"""
+
+import asyncio
+import copy
+
+import msgspec
+
+from .errors import Aborted, AsyncLLMError
+from .pace import Pace, Reader
+from .text.detokenizer import Detokenizer
+from .text.stop import StopMatcher
+from .types import Delta, FinishReason, Progress, Submission
+
+# What an id that nobody has read takes: an int and a place in a list.
+BYTES_PER_UNREAD_TOKEN = 36
+
+
+class Mailbox:
+    """Owned by the registry of AsyncLLM, not by the reader: a Stream that is dropped takes nothing with it."""
+
+    def __init__(self, submission: Submission, detokenizer: Detokenizer, stop: StopMatcher | None, pace: Pace) -> None:
+        self.submission = submission
+        self.last: Delta | None = None  # the newest; the terminal one once `ended`
+        self.ended = False
+        self.progress: Progress | None = None  # until the first token
+        self.seen_s = 0.0  # when the last token came
+        self.reader: Reader | None = None
+        self._detokenizer = detokenizer
+        self._stop = stop
+        self._mark = pace.mark
+        self._token_ids: list[int] = []
+        self._num_spelled = 0  # of these, already in _text
+        self._text: list[str] = []
+        self._unread = False
+
+    # -- from the engine --
+
+    def deliver(self, delta: Delta) -> bool:
+        """Take one delta. True if its text met a stop string, which ends the request here and now."""
+        if delta.finish_reason is None and self._stop is None:
+            self._token_ids += delta.token_ids
+            is_first, self.last, self._unread = self.last is None, delta, True
+            if (reader := self.reader) is not None and (is_first or not reader.dirty):
+                self._mark(reader, at_once=is_first)
+            return False
+        stopped = self._find_stop(delta)
+        self._note(delta if stopped is None else stopped)
+        return stopped is not None
+
+    def note_progress(self, progress: Progress) -> None:
+        self.progress = progress
+        if self.reader is not None:
+            self._mark(self.reader, at_once=True)
+
+    def fail(self, error: AsyncLLMError) -> None:
+        """End the request with an error in place of whatever the engine may still say."""
+        reason = FinishReason.ABORT if isinstance(error, Aborted) else FinishReason.ERROR
+        seen = self.last or Delta(request_id=self.submission.request_id)
+        self._note(msgspec.structs.replace(seen, finish_reason=reason, error=error))
+
+    def set_stop(self, stop: StopMatcher | None) -> None:
+        """Other stop strings from here on. What was held back for the old ones is shown."""
+        self._spell()
+        if self._stop is not None:
+            self._text.append(self._stop.finish())
+        self._stop = stop
+
+    # -- to the reader --
+
+    def listen(self, reader: Reader | None) -> None:
+        """Who is to be flushed. What is unread counts as new."""
+        self.reader = reader
+        if reader is not None and self._unread:
+            self._mark(reader, at_once=True)
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """What the unread output takes here, about."""
+        return BYTES_PER_UNREAD_TOKEN * len(self._token_ids)
+
+    def take_text(self) -> str:
+        """All unread text; the ids are dropped. The state beside it is in `last`."""
+        self._spell()
+        text = self._text[0] if len(self._text) == 1 else "".join(self._text)
+        self._token_ids, self._text, self._num_spelled, self._unread = [], [], 0, False
+        return text
+
+    def take(self) -> Delta | None:
+        """Everything unread as one delta; None if there is nothing.
+
+        Raises:
+            AsyncLLMError: what ended the request, once the text before it has been read.
+        """
+        if not self._unread or self.last is None:
+            return None
+        last = self.last
+        if last.error is not None:
+            if not self._token_ids:
+                # A copy: one error may end many requests, and each raise would grow its traceback.
+                raise copy.copy(last.error)
+            last = msgspec.structs.replace(last, finish_reason=None, error=None)
+        token_ids = tuple(self._token_ids)
+        delta = msgspec.structs.replace(last, token_ids=token_ids, text=self.take_text())
+        self._unread = last is not self.last
+        return delta
+
+    async def wait(self) -> None:
+        """Sleep until something is unread or the end has come. One reader at a time."""
+        if self.reader is not None:
+            raise RuntimeError("a stream has one reader; two are waiting")
+        waiter = _Waiter()
+        self.listen(waiter)
+        try:
+            await waiter.woken
+        finally:
+            self.reader = None
+
+    # -- inside --
+
+    def _find_stop(self, delta: Delta) -> Delta | None:
+        """Spell a delta's ids one by one, as a stop string ends the answer behind the very token that completes it."""
+        self._spell()
+        for i, token_id in enumerate(delta.token_ids, 1):
+            self._token_ids.append(token_id)
+            self._num_spelled += 1
+            if matched := self._add_text(self._visible_text(token_id, delta)):
+                return _stopped(delta, matched, delta.num_output_tokens - len(delta.token_ids) + i)
+        if delta.finish_reason is not None:
+            if matched := self._add_text(self._detokenizer.finish()):
+                return _stopped(delta, matched, delta.num_output_tokens)
+            if self._stop is not None:
+                self._text.append(self._stop.finish())
+        return None
+
+    def _spell(self) -> None:
+        if len(self._token_ids) > self._num_spelled:
+            new = self._token_ids[self._num_spelled :] if self._num_spelled else self._token_ids
+            self._text.append(self._detokenizer.push(new))
+            self._num_spelled = len(self._token_ids)
+
+    def _visible_text(self, token_id: int, delta: Delta) -> str:
+        # The stop id itself is counted but never shown, special or not.
+        if delta.finish_reason is FinishReason.STOP and token_id == delta.token_ids[-1]:
+            return ""
+        return self._detokenizer.push((token_id,))
+
+    def _add_text(self, text: str) -> str | None:
+        if self._stop is None:
+            self._text.append(text)
+            return None
+        visible, matched = self._stop.push(text)
+        self._text.append(visible)
+        return matched
+
+    def _note(self, delta: Delta) -> None:
+        is_first = self.last is None
+        self.last, self.ended, self._unread = delta, delta.finish_reason is not None, True
+        if self.reader is not None:
+            self._mark(self.reader, at_once=is_first or self.ended)
+
+
+class _Waiter:
+    """A task that waits, as a Reader."""
+
+    def __init__(self) -> None:
+        self.dirty = False
+        self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def flush(self) -> bool:
+        if not self.woken.done():
+            self.woken.set_result(None)
+        return True
+
+
+def _stopped(delta: Delta, stop_string: str, num_output_tokens: int) -> Delta:
+    return msgspec.structs.replace(
+        delta,
+        finish_reason=FinishReason.STOP,
+        stop_reason=stop_string,
+        num_output_tokens=num_output_tokens,
+        error=None,
+    )
