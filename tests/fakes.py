@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncllm import build
+from asyncllm.bridge import Deltas as Sent
 from asyncllm.bridge import Inbox, Outbox, Submit
 from asyncllm.config import EngineConfig
 from asyncllm.engine.batch import Batch, StepResult
@@ -18,7 +19,7 @@ from asyncllm.engine.scheduler import Scheduler
 from asyncllm.llm import AsyncLLM
 from asyncllm.text.chat import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.types import Delta, EngineLimits, SamplingParams, Submission
+from asyncllm.types import Delta, EngineLimits, Progress, SamplingParams, Submission
 
 NextToken = Callable[[list[int], int], int]  # (the whole context, its prompt's length) -> token id
 
@@ -160,9 +161,13 @@ class Deltas(Outbox):
     def __init__(self) -> None:
         super().__init__()
         self.by_request: dict[str, list[Delta]] = {}
+        self.progress: list[Progress] = []
 
-    def put(self, deltas: tuple[Delta, ...]) -> None:
+    def put(self, deltas: Sent) -> None:
         for delta in deltas:
+            if isinstance(delta, Progress):
+                self.progress.append(delta)
+                continue
             self.by_request.setdefault(delta.request_id, []).append(delta)
 
     def token_ids(self, request_id: str) -> list[int]:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 
-from ..bridge import Abort, Close, Finish, Inbox, Outbox, Submit
+from ..bridge import Abort, Close, Finish, Inbox, Outbox, Submit, Update
 from ..errors import EngineDead, StepFailed
 from .batch import Batch, Launched, Runner
 from .scheduler import Scheduler
@@ -82,6 +82,8 @@ class Engine:
                     self.scheduler.abort(request_id)
                 case Finish(request_id):
                     self.scheduler.finish(request_id)
+                case Update(request_id=request_id, max_tokens=max_tokens, temperature=temperature):
+                    self.scheduler.update(request_id, max_tokens, temperature)
                 case Close():
                     self._closing = True
                     self.scheduler.abort_all()

@@ -9,13 +9,15 @@ that ends or leaves goes through _end() and _preempt(), and both through _releas
 import time
 from collections import deque
 
+import msgspec
 import numpy as np
 
-from ..bridge import EngineStats
+from ..bridge import Deltas, EngineStats
 from ..errors import AsyncLLMError, InvalidRequest
-from ..types import Delta, EngineLimits, FinishReason, Submission
+from ..types import Delta, EngineLimits, FinishReason, Progress, Submission
 from .batch import NO_TOKEN, Batch, NewRow, StepResult
 from .pages import PagePool
+from .progress import Watched
 from .radix import Node, RadixTree
 from .sequence import Sequence
 
@@ -88,8 +90,10 @@ class Scheduler:
         self._retired: dict[Sequence, None] = {}  # done, but named by a step in flight
         self._live: dict[str, Sequence] = {}  # waiting and running
         self._in_flight: deque[Step] = deque()
+        self._stale: dict[Sequence, None] = {}  # their sampling parameters on the device are old
+        self._watched = Watched()
         self._num_steps = 0
-        self._deltas: list[Delta] = []
+        self._deltas: list[Delta | Progress] = []
 
     def __repr__(self) -> str:
         return (
@@ -109,6 +113,20 @@ class Scheduler:
         assert submission.request_id not in self._live, "request ids are made by us and unique"
         self._live[submission.request_id] = sequence
         self._waiting.append(sequence)
+        if submission.wants_progress:
+            self._watched.add(sequence)
+
+    def update(self, request_id: str, max_tokens: int | None, temperature: float | None) -> None:
+        """Other limits from the first step not yet scheduled. Tokens past a lowered one are discarded."""
+        if (sequence := self._live.get(request_id)) is None:
+            return
+        if temperature is not None:
+            sequence.params = msgspec.structs.replace(sequence.params, temperature=temperature)
+            self._stale[sequence] = None
+        if max_tokens is not None:
+            sequence.final_len = sequence.prompt_len + max_tokens
+            if sequence.num_output >= max_tokens:
+                self._end(sequence, FinishReason.LENGTH)
 
     def abort(self, request_id: str) -> None:
         """End a sequence whose reader is gone. Unknown and ended ones are no news."""
@@ -124,7 +142,9 @@ class Scheduler:
         for request_id in list(self._live):
             self.abort(request_id)
 
-    def take_deltas(self) -> tuple[Delta, ...]:
+    def take_deltas(self) -> Deltas:
+        if self._watched:
+            self._deltas += self._watched.changes(self._waiting)
         deltas, self._deltas = tuple(self._deltas), []
         return deltas
 
@@ -147,12 +167,19 @@ class Scheduler:
         step's token budget; then prompts under way, then new ones, first come first served.
         """
         step = Step(self._num_steps + 1, self.max_step_tokens)
+        # Rewriting a row on the device takes its whole text, so its last token must be known: a step's rest.
+        step.held.update([sequence for sequence in self._stale if sequence.num_in_flight])
+        stale = [sequence for sequence in self._stale if sequence not in step.held]
         self._plan_prefills(step, self._plan_decodes(step))
         self._admit(step)
         if not step.sequences:
             if self._live and not self._in_flight:
                 raise RuntimeError(f"no sequence can go on: {self!r}")  # better dead than spinning
             return None
+        for sequence in stale:
+            self._stale.pop(sequence, None)  # it may have ended
+            if sequence.slot:  # or its new row is still to come
+                step.new_rows.append(sequence.new_row())
         self._num_steps += 1
         self._in_flight.append(step)
         return step.batch()
@@ -411,6 +438,7 @@ class Scheduler:
         """The one terminal delta of a sequence; its pages go back now or with its last step in flight."""
         sequence.finish_reason = reason
         del self._live[sequence.request_id]
+        self._stale.pop(sequence, None)
         if self._running.pop(sequence.request_id, None) is None:
             self._waiting.remove(sequence)
         elif sequence.num_in_flight:

@@ -26,6 +26,7 @@ class Sequence:
 
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
+        self.params = submission.params  # as they are now: the client may change them
         self.prompt_len = len(submission.prompt_ids)
         self.final_len = self.prompt_len + submission.max_tokens
         self._prompt_ids = np.array(submission.prompt_ids, np.int32)
@@ -83,7 +84,7 @@ class Sequence:
 
     def new_row(self) -> NewRow:
         """What the device tables must hold for this sequence, from committed state alone."""
-        params = self.submission.params
+        params = self.params
         return NewRow(
             slot=self.slot,
             token_ids=self.ids,  # never written to

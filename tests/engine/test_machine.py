@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncllm.bridge import Abort, Finish
+from asyncllm.bridge import Abort, Finish, Update
 from asyncllm.engine.batch import Batch
 from asyncllm.types import FinishReason
 from tests.fakes import House, engine_config, hash_chain
@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = self.house.scheduler
         self.pool_tokens = config.usable_pages * page_size
         self.asked: dict[str, tuple[list[int], int]] = {}
+        self.updated: set[str] = set()
         self.flying: list[tuple[Batch, object]] = []
 
     @rule(prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), max_tokens=st.integers(1, 20))
@@ -71,6 +72,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.house.inbox.put(message(name))
         self.house.engine._receive()
 
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), limit=st.integers(1, 20) | st.none(), temperature=st.sampled_from([None, 0.5]))
+    def update_one(self, data: st.DataObject, limit: int | None, temperature: float | None) -> None:
+        name = data.draw(st.sampled_from(sorted(self.asked)))
+        self.updated.add(name)
+        self.house.inbox.put(Update(request_id=name, max_tokens=limit, temperature=temperature))
+        self.house.engine._receive()
+
     @precondition(lambda self: self.flying)
     @rule()
     def fail(self) -> None:
@@ -88,11 +97,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_request(self, name: str, prompt: list[int], max_tokens: int) -> None:
         got, terminal = self.house.out.token_ids(name), self.house.out.terminal(name)
-        expected = naive(prompt, max_tokens)
+        expected = naive(prompt, 20 if name in self.updated else max_tokens)
         assert got == expected[: len(got)]
         if terminal is not None and terminal.finish_reason is FinishReason.LENGTH:
             pool_full = len(prompt) + len(got) > self.pool_tokens - self.scheduler.page_size
-            assert got == expected or pool_full
+            assert got == expected or pool_full or name in self.updated
 
     def teardown(self) -> None:
         if not hasattr(self, "house"):
