@@ -8,10 +8,13 @@ as flushing each step would take half of the time between steps, or the hand-off
 """
 
 import asyncio
+import logging
 import time
 from bisect import bisect_left
 from collections import deque
 from typing import Literal, Protocol
+
+log = logging.getLogger(__name__)
 
 Policy = Literal["adaptive", "every_step", "gather"]
 
@@ -131,7 +134,7 @@ class Pace:
             if reader.dirty:  # or it had been flushed at once in between
                 reader.dirty = False
                 num += 1
-                if not reader.flush():
+                if not self._flush(reader):
                     self._again(reader)
                 if not num & 15 and time.perf_counter() - start_s > SLICE_S:
                     break
@@ -141,6 +144,13 @@ class Pace:
         self._flushing = False
         if queue:
             self._flush_soon()
+
+    def _flush(self, reader: Reader) -> bool:
+        try:
+            return reader.flush()
+        except Exception:  # one reader's bug is not to stop all others
+            log.exception("unexpected error while writing to a client")
+            return True
 
     def _again(self, reader: Reader) -> None:
         reader.dirty = True

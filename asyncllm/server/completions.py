@@ -4,26 +4,24 @@ Loop thread. It never knows token ids' meaning, steps or pages: an answer is a S
 """
 
 import asyncio
-import logging
+import copy
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 from aiohttp import web
 
 from ..errors import AsyncLLMError, InvalidRequest, ModelNotFound
 from ..llm import AsyncLLM, Stream
-from ..types import Completion, Delta, SamplingParams
+from ..types import Completion, SamplingParams
 from ..wire import replies, requests, sse
 from ..wire.messages import template_messages
 from ..wire.replies import Chunks, Head, Usage
 from ..wire.requests import ChatRequest, CompletionRequest
 from .events import EventResponse
 from .gate import read_body
-
-log = logging.getLogger(__name__)
 
 LLM = web.AppKey("llm", AsyncLLM)
 
@@ -84,7 +82,11 @@ async def _answer(
     head = Head(dialect.id_prefix + secrets.token_hex(12), int(time.time()), llm.model_name)
     with _submitted(llm, prompts, params) as streams:
         if body.stream:
-            return await _stream(EventResponse(request), dialect, head, streams, *requests.wants_usage(body))
+            want_usage, usage_always = requests.wants_usage(body)
+            response = EventResponse(request)
+            chunks = [dialect.chunks(head, i) for i in range(len(streams))]
+            answer = Answer(response, streams, chunks, usage_always)
+            return await _stream(response, dialect, head, answer, want_usage)
         answers = [await stream.result() for stream in streams]
     return web.Response(body=dialect.reply(head, answers), content_type="application/json")
 
@@ -118,77 +120,112 @@ def _naming_prompt(index: int | None) -> Iterator[None]:
 
 
 async def _stream(
-    response: EventResponse,
-    dialect: Dialect,
-    head: Head,
-    streams: list[Stream],
-    want_usage: bool,
-    want_usage_always: bool,
+    response: EventResponse, dialect: Dialect, head: Head, answer: "Answer", want_usage: bool
 ) -> web.StreamResponse:
-    """Events as deltas come; the last text, the reason, the usage and [DONE] in one write."""
-    chunks = [dialect.chunks(head, i) for i in range(len(streams))]
-    tally = Tally(streams)
+    """The task's part of a stream: its beginning and its end. What is between goes from callback to socket."""
     try:
-        async with aclosing(_merged(streams)) as deltas:
-            async for i, delta in deltas:
-                tally.add(i, delta)
-                data = _events(chunks[i], delta, tally.usage() if want_usage_always else None)
-                if tally.num_open == 0:
-                    break
-                if data:
-                    await response.write(data)
-        usage = replies.usage_chunk(head, dialect.chunk_object, tally.usage()) if want_usage else b""
-        return await response.end(data + usage + sse.DONE)
-    except ConnectionError:
-        raise
-    except Exception as error:
-        if not response.begun:
-            raise
-        if not isinstance(error, AsyncLLMError):
-            log.error("unexpected error in a stream", exc_info=error)
-        return await response.fail(error)
+        await response.comment_until(answer.woken)  # the first text, or the end
+        if answer.error is not None and not answer.has_text and not response.begun:
+            raise answer.error
+        await response.begin()
+        await response.comment_until(answer.go_on())
+        if answer.error is not None:
+            return await response.fail(answer.error, answer.take())
+        usage = replies.usage_chunk(head, dialect.chunk_object, answer.usage()) if want_usage else b""
+        return await response.end(answer.take() + usage + sse.DONE)
+    finally:
+        answer.close()
 
 
-def _events(chunks: Chunks, delta: Delta, usage: Usage | None) -> bytes:
-    data = chunks.text(delta.text, usage) if delta.text else b""
-    if delta.finish_reason is not None:
-        data += chunks.finish(delta.finish_reason, usage)
-    return data
+class Answer:
+    """The choices of one streamed request, as the Reader that turns their text into events."""
 
+    def __init__(self, response: EventResponse, streams: list[Stream], chunks: list[Chunks], usage_always: bool):
+        self.dirty = False
+        self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.error: AsyncLLMError | None = None
+        self._response = response
+        self._streams = streams
+        self._usage_always = usage_always
+        self._open = list(zip(streams, chunks, strict=True))
+        self._flowing = False
+        for stream in streams:
+            stream.listen(self)
 
-class Tally:
-    """The usage of a request so far, over its choices."""
+    @property
+    def has_text(self) -> bool:
+        return any(stream.num_unread_bytes for stream in self._streams)
 
-    def __init__(self, streams: list[Stream]) -> None:
-        self.num_open = len(streams)
-        self._num_prompt_tokens = sum(stream.num_prompt_tokens for stream in streams)
-        self._num_cached = [0] * len(streams)
-        self._num_output = [0] * len(streams)
+    def go_on(self) -> "asyncio.Future[None]":
+        """From here on text is written as it comes; what is returned is done at the end."""
+        self.woken, self._flowing = asyncio.get_running_loop().create_future(), True
+        self.flush()
+        return self.woken
 
-    def add(self, index: int, delta: Delta) -> None:
-        self._num_cached[index] = delta.num_cached_tokens
-        self._num_output[index] = delta.num_output_tokens
-        self.num_open -= delta.finish_reason is not None
+    def flush(self) -> bool:
+        if not self._flowing:
+            self._note_end()
+            self._wake()
+            return True
+        if self._response.is_full(sum([stream.num_unread_bytes for stream in self._streams])):
+            return self._note_end()  # the end does not wait for the socket here: end() does, with a timeout
+        if self._note_end():
+            return True
+        if data := self.take():
+            self._response.write(data)
+        if not self._open:
+            self._wake()
+        return True
+
+    def take(self) -> bytes:
+        """The events of all unread text, and of the choices that have ended."""
+        usage = self.usage() if self._usage_always else None
+        if len(self._open) == 1:
+            stream, chunks = self._open[0]
+            last = stream.last
+            if last is None or last.finish_reason is None:
+                text = stream.take_text()
+                return chunks.text(text, usage) if text else b""
+        return b"".join([self._take_one(*choice, usage) for choice in list(self._open)])
 
     def usage(self) -> Usage:
-        return Usage(self._num_prompt_tokens, sum(self._num_cached), sum(self._num_output))
+        """The usage of the request so far, over its choices."""
+        lasts = [stream.last for stream in self._streams if stream.last is not None]
+        return Usage(
+            sum([stream.num_prompt_tokens for stream in self._streams]),
+            sum([last.num_cached_tokens for last in lasts]),
+            sum([last.num_output_tokens for last in lasts]),
+        )
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.listen(None)
+
+    def _take_one(self, stream: Stream, chunks: Chunks, usage: Usage | None) -> bytes:
+        text, last = stream.take_text(), stream.last
+        data = chunks.text(text, usage) if text else b""
+        if last is not None and last.finish_reason is not None:
+            self._open.remove((stream, chunks))
+            if last.error is None:
+                data += chunks.finish(last.finish_reason, usage)
+        return data
+
+    def _note_end(self) -> bool:
+        """True if this was the last thing to come: the task takes it from here, in one write."""
+        lasts = [stream.last for stream, _ in self._open]
+        for last in lasts:
+            if last is not None and last.error is not None:
+                self.error = _as_ours(last.error)
+        if self.error is None and not all(last is not None and last.finish_reason is not None for last in lasts):
+            return False
+        self._wake()
+        return True
+
+    def _wake(self) -> None:
+        if not self.woken.done():
+            self.woken.set_result(None)
 
 
-async def _merged(streams: list[Stream]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """The deltas of several streams as they come, with the number of their stream."""
-    if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
-        return
-    waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for i, task in sorted((waiting.pop(task), task) for task in done):
-                delta = task.result()
-                if delta.finish_reason is None:
-                    waiting[asyncio.ensure_future(anext(streams[i]))] = i
-                yield i, delta
-    finally:
-        for task in waiting:
-            task.cancel()
+def _as_ours(error: Exception) -> AsyncLLMError:
+    """A copy: one error may end many requests, and each raise would grow its traceback."""
+    return copy.copy(error) if isinstance(error, AsyncLLMError) else AsyncLLMError(str(error))

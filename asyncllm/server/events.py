@@ -1,89 +1,145 @@
 """One SSE response: opened with its first event, closed whole or broken off, never left half said.
 
 Loop thread. It never knows what the events say.
+
+Between the first event and the last no task wakes up: write() puts a framed chunk into the transport from
+whatever callback has one. aiohttp's own write() costs 4 us more for its coroutine and drains only what is
+paused; how full the transport is, and for how long, is looked at here.
 """
 
 import asyncio
 import contextlib
 import socket
+import sys
+import time
 
 from aiohttp import web
 
 from ..wire.errors import error_event
 from .gate import SETTINGS
+from .settings import Settings
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache, no-transform",
     "X-Accel-Buffering": "no",  # nginx would hold the tokens back
 }
-# A transport pauses at 64 KiB and resumes at 16: with no more than this in it, it is not paused and a
-# write cannot wait, so the timer (2 us) is spared.
-_NEVER_PAUSED_BYTES = 16 << 10
+# With more than this in the transport text is gathered, not written: about 70 events.
+FULL_BYTES = 16 << 10
 # The kernel's own 2.5 MB would hide a reader that does not read from us.
 _KERNEL_BUFFER_BYTES = 128 << 10
+_KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Outflow:
+    """What one client's transport takes, and how long it has taken nothing."""
+
+    def __init__(self, transport: asyncio.Transport, settings: Settings) -> None:
+        self.transport = transport
+        self._settings = settings
+        self._full_since_s = 0.0
+        tune(transport, settings)
+
+    def is_full(self, num_unread_bytes: int) -> bool:
+        """Whether text must wait. A client that reads nothing for send_timeout_s, or leaves more than
+        max_unread_bytes waiting, is cut off: an event to say so would not fit either."""
+        if self.transport.get_write_buffer_size() <= FULL_BYTES:
+            self._full_since_s = 0.0
+            return False
+        now_s = time.monotonic()
+        self._full_since_s = self._full_since_s or now_s
+        waited_s = now_s - self._full_since_s
+        if waited_s > self._settings.send_timeout_s or num_unread_bytes > self._settings.max_unread_bytes:
+            self.transport.abort()
+        return True
+
+
+def tune(transport: asyncio.Transport, settings: Settings) -> None:
+    """Bound what the kernel buffers, and have it find out about peers that are gone without a word."""
+    peer = transport.get_extra_info("socket")
+    if peer is None or peer.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    with contextlib.suppress(OSError):  # closed in this moment: the first write says so
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER_BYTES)
+        if sys.platform == "linux":
+            # Unacknowledged, or a window of nought: both end here. Silent: three unanswered probes.
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.peer_timeout_s * 1000))
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(settings.peer_timeout_s / 2)))
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(settings.peer_timeout_s / 6)))
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 class EventResponse:
-    """Writes a request's events. Nothing is sent before the first, so an early error can still be plain JSON."""
+    """Writes a request's events. Nothing is sent before begin(), so an early error can still be plain JSON."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, headers: dict[str, str] | None = None) -> None:
         self._request = request
-        self._response = web.StreamResponse(headers=HEADERS)
-        self._send_timeout_s = request.app[SETTINGS].send_timeout_s
+        self._response = web.StreamResponse(headers=HEADERS | (headers or {}))
+        self._settings = request.app[SETTINGS]
+        self._outflow: Outflow | None = None
+        self._chunked = False
+        self._wrote_s = 0.0
         self.begun = False
 
-    async def write(self, data: bytes) -> None:
-        """Send events: one write a call.
+    async def begin(self) -> None:
+        """Send the headers. Idempotent.
 
         Raises:
-            ConnectionError: the client is gone, or has not read for send_timeout_s and was cut off.
+            ConnectionError: the client is gone.
         """
-        if not self.begun:
-            await self._begin()
-        if self._buffered() + len(data) <= _NEVER_PAUSED_BYTES:
-            await self._response.write(data)
+        if self.begun:
             return
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await self._response.write(data)
-        except TimeoutError:
-            raise self._cut_off() from None
+        self.begun = True
+        if (transport := self._request.transport) is None:
+            raise ConnectionResetError("the client has left")
+        self._outflow = Outflow(transport, self._settings)
+        await self._response.prepare(self._request)
+        self._chunked = self._response.headers.get("Transfer-Encoding") == "chunked"  # not for HTTP/1.0
+
+    def is_full(self, num_unread_bytes: int) -> bool:
+        """Whether writing must wait: see Outflow."""
+        return self._outflow is not None and self._outflow.is_full(num_unread_bytes)
+
+    def write(self, data: bytes) -> None:
+        """Send events, in one write, from any callback. To a client that is gone: nothing."""
+        assert self._outflow is not None, "begin() comes first"
+        transport = self._outflow.transport
+        if not transport.is_closing():
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     async def end(self, data: bytes) -> web.StreamResponse:
         """Send the last events and the terminator of the body in one write.
 
         Raises:
-            ConnectionError: as write.
+            ConnectionError: the client is gone, or has not read for send_timeout_s and was cut off.
         """
-        if not self.begun:
-            await self._begin()
+        await self.begin()
         try:
-            async with asyncio.timeout(self._send_timeout_s):
+            async with asyncio.timeout(self._settings.send_timeout_s):
                 await self._response.write_eof(data)
         except TimeoutError:
             raise self._cut_off() from None
         return self._response
 
-    async def fail(self, error: Exception) -> web.StreamResponse:
-        """Send the error as an event, then close without the terminator: a clean end would read as an answer."""
-        await self.write(error_event(error))
+    async def fail(self, error: Exception, data: bytes = b"") -> web.StreamResponse:
+        """Send the error as an event behind the last data, then close without the terminator: a clean end would
+        read as an answer."""
+        await self.begin()
+        self.write(data + error_event(error))
         if (transport := self._request.transport) is not None:
             transport.close()
         return self._response
 
-    async def _begin(self) -> None:
-        self.begun = True
-        transport = self._request.transport
-        peer = None if transport is None else transport.get_extra_info("socket")
-        if peer is not None:
-            with contextlib.suppress(OSError):  # closed in this moment: the first write says so
-                peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER_BYTES)
-        await self._response.prepare(self._request)
-
-    def _buffered(self) -> int:
-        transport = self._request.transport
-        return 0 if transport is None else transport.get_write_buffer_size()
+    async def comment_until(self, over: "asyncio.Future[None]") -> None:
+        """Wait; with keep_alive_s a comment goes out as often, for proxies that take silence for death."""
+        every_s = self._settings.keep_alive_s
+        while not over.done():
+            await asyncio.wait([over], timeout=every_s or None)
+            if not over.done() and every_s:
+                await self.begin()
+                if not self.is_full(0):
+                    self.write(_KEEP_ALIVE)
 
     def _cut_off(self) -> ConnectionError:
         if (transport := self._request.transport) is not None:

@@ -9,5 +9,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 32 << 20  # a 128k-token prompt is at most a few MB; aiohttp's own 1 MiB refuses that
     body_timeout_s: float = 30.0  # for the whole body, from the first header on
     send_timeout_s: float = 30.0  # how long a reader may leave its socket full
-    keepalive_s: float = 75.0  # longer than the usual 60 s of proxies; also bounds the headers' arrival
+    max_unread_bytes: int = 4 << 20  # and how much may wait for it meanwhile
+    peer_timeout_s: float = 60.0  # after which a peer that answers no packet counts as gone
+    keepalive_s: float = 75.0  # of an idle connection: longer than the usual 60 s of proxies
+    keep_alive_s: float = 0.0  # 0: no comments in a silent event stream; some readers choke on them
     drain_s: float = 30.0  # after SIGTERM
+    # -- responses --
+    retention_s: float = 600.0  # how long an ended response can be asked for
+    max_retained_bytes: int = 64 << 20  # of all of them
+    resume_grace_s: float = 30.0  # how long a resumable response goes on without a client
+    # -- WebSocket --
+    max_sockets: int = 8192
+    max_lanes: int = 32  # with a name; OpenAI's own limits, as the next two
+    max_active_per_socket: int = 16  # further creates queue
+    socket_lifetime_s: float = 3600.0  # after which a socket takes no more creates
+    max_queued_per_socket: int = 64
+    heartbeat_s: float = 25.0  # pings; below the usual 60 s of proxies
