@@ -34,28 +34,28 @@ def _value_of(key, like):
 
 @triton.jit
 def _filters(
-    meta, slots, positions, params, row, P_T: tl.constexpr, P_K: tl.constexpr, P_P: tl.constexpr, P_M: tl.constexpr,
+    meta, slots, positions, sampling, row, P_T: tl.constexpr, P_K: tl.constexpr, P_P: tl.constexpr, P_M: tl.constexpr,
     NUM_PARAMS: tl.constexpr, HEADER_LEN: tl.constexpr, H_ROWS: tl.constexpr,
 ):  # fmt: skip
     slot, _ = place_of(meta, slots, positions, row, HEADER_LEN, H_ROWS)
-    params += slot * NUM_PARAMS
-    temperature = tl.load(params + P_T).to(tl.float32, bitcast=True)
-    top_k = tl.load(params + P_K)
-    top_p = tl.load(params + P_P).to(tl.float32, bitcast=True)
-    log_min_p = tl.load(params + P_M).to(tl.float32, bitcast=True)
+    sampling += slot * NUM_PARAMS
+    temperature = tl.load(sampling + P_T).to(tl.float32, bitcast=True)
+    top_k = tl.load(sampling + P_K)
+    top_p = tl.load(sampling + P_P).to(tl.float32, bitcast=True)
+    log_min_p = tl.load(sampling + P_M).to(tl.float32, bitcast=True)
     active = (temperature > 0) & ((top_k > 0) | (top_p < 1.0) | (log_min_p > float("-inf")))
     return temperature, top_k, top_p, log_min_p, active
 
 
 @triton.jit
 def _histogram(
-    meta, slots, positions, params, logits, counts, vocab, num_tokens,
+    meta, slots, positions, sampling, logits, counts, vocab, num_tokens,
     P_T: tl.constexpr, P_K: tl.constexpr, P_P: tl.constexpr, P_M: tl.constexpr, NUM_PARAMS: tl.constexpr,
     HEADER_LEN: tl.constexpr, H_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     _, _, _, _, active = _filters(
-        meta, slots, positions, params, row, P_T, P_K, P_P, P_M, NUM_PARAMS, HEADER_LEN, H_ROWS
+        meta, slots, positions, sampling, row, P_T, P_K, P_P, P_M, NUM_PARAMS, HEADER_LEN, H_ROWS
     )
     if active:
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -65,13 +65,13 @@ def _histogram(
 
 @triton.jit
 def _cut(
-    meta, slots, positions, params, logits, counts, cutoff, cut_id, vocab, num_tokens,
+    meta, slots, positions, sampling, logits, counts, cutoff, cut_id, vocab, num_tokens,
     P_T: tl.constexpr, P_K: tl.constexpr, P_P: tl.constexpr, P_M: tl.constexpr, NUM_PARAMS: tl.constexpr,
     HEADER_LEN: tl.constexpr, H_ROWS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k, top_p, log_min_p, active = _filters(
-        meta, slots, positions, params, row, P_T, P_K, P_P, P_M, NUM_PARAMS, HEADER_LEN, H_ROWS
+        meta, slots, positions, sampling, row, P_T, P_K, P_P, P_M, NUM_PARAMS, HEADER_LEN, H_ROWS
     )
     low_value = float("-inf")
     last_id = num_tokens
@@ -148,7 +148,7 @@ def find_cuts(
     meta: Tensor,
     slots: Tensor,
     positions: Tensor,
-    params: Tensor,  # [num_slots, NUM_PARAMS] int32, device
+    sampling: Tensor,  # [num_slots, NUM_PARAMS] int32, device
     logits: Tensor,  # [num_rows, vocab_size] 16-bit, device; banned places are -inf already
     counts: Tensor,  # [max_rows, NUM_KEYS] int32, device; all 0, and all 0 again afterwards
     cut: tuple[Tensor, Tensor],  # [max_rows] float32 and int32, device: written
@@ -159,6 +159,6 @@ def find_cuts(
     places = {"P_T": TEMPERATURE, "P_K": TOP_K, "P_P": TOP_P, "P_M": LOG_MIN_P, "NUM_PARAMS": NUM_PARAMS,
               "HEADER_LEN": HEADER, "H_ROWS": NUM_ROWS, "BLOCK": 4096, "num_warps": 8}  # fmt: skip
     _histogram[(num_rows, triton.cdiv(num_tokens, 4096))](
-        meta, slots, positions, params, logits, counts, vocab, num_tokens, **places
+        meta, slots, positions, sampling, logits, counts, vocab, num_tokens, **places
     )
-    _cut[(num_rows,)](meta, slots, positions, params, logits, counts, *cut, vocab, num_tokens, **places, TILE=_TILE)
+    _cut[(num_rows,)](meta, slots, positions, sampling, logits, counts, *cut, vocab, num_tokens, **places, TILE=_TILE)

@@ -192,7 +192,7 @@ def _noise(counter, key):
 
 @triton.jit
 def _draw_block(
-    meta, slots, positions, params, logits, best, best_id, largest, cutoff, cut_id, vocab, num_tokens, num_blocks,
+    meta, slots, positions, sampling, logits, best, best_id, largest, cutoff, cut_id, vocab, num_tokens, num_blocks,
     P_T: tl.constexpr, P_LOW: tl.constexpr, P_HIGH: tl.constexpr, NUM_PARAMS: tl.constexpr, H_ROWS: tl.constexpr,
     HEADER_LEN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr, FILTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -209,10 +209,10 @@ def _draw_block(
     value = x - finite_top
     if SAMPLE:
         slot, position = place_of(meta, slots, positions, row, HEADER_LEN, H_ROWS)
-        temperature = tl.load(params + slot * NUM_PARAMS + P_T).to(tl.float32, bitcast=True)
+        temperature = tl.load(sampling + slot * NUM_PARAMS + P_T).to(tl.float32, bitcast=True)
         if temperature > 0:
-            low = tl.load(params + slot * NUM_PARAMS + P_LOW)
-            key = _key(low, tl.load(params + slot * NUM_PARAMS + P_HIGH), position)
+            low = tl.load(sampling + slot * NUM_PARAMS + P_LOW)
+            key = _key(low, tl.load(sampling + slot * NUM_PARAMS + P_HIGH), position)
             value = value / temperature
             if FILTER:
                 least, last = tl.load(cutoff + row), tl.load(cut_id + row)
@@ -226,7 +226,7 @@ def _draw_block(
 
 @triton.jit
 def _draw_row(
-    meta, slots, positions, params, best, best_id, largest, outputs, token_pool, max_rows, max_len, num_blocks,
+    meta, slots, positions, sampling, best, best_id, largest, outputs, token_pool, max_rows, max_len, num_blocks,
     P_T: tl.constexpr, NUM_PARAMS: tl.constexpr, H_ROWS: tl.constexpr, HEADER_LEN: tl.constexpr,
     H_OUTPUT: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -240,7 +240,7 @@ def _draw_row(
     is_nan = tl.max((top != top).to(tl.int32), 0) > 0
     overall = tl.max(top, 0)
     slot, position = place_of(meta, slots, positions, row, HEADER_LEN, H_ROWS)
-    temperature = tl.load(params + slot * NUM_PARAMS + P_T).to(tl.float32, bitcast=True)
+    temperature = tl.load(sampling + slot * NUM_PARAMS + P_T).to(tl.float32, bitcast=True)
     temperature = tl.where(temperature > 0, temperature, 1.0)
     value = tl.load(best + at, mask=inside, other=float("-inf")) + (top - overall) / temperature
     value = tl.where(top > float("-inf"), value, float("-inf"))
@@ -260,7 +260,7 @@ def draw(
     meta: Tensor,
     slots: Tensor,
     positions: Tensor,
-    params: Tensor,  # [num_slots, NUM_PARAMS] int32, device
+    sampling: Tensor,  # [num_slots, NUM_PARAMS] int32, device
     logits: Tensor,  # [num_rows, vocab_size] bf16, device
     num_tokens: int,  # ids that may be drawn; the head's rows beyond are padding
     scratch: tuple[Tensor, Tensor, Tensor],  # [max_rows * blocks]: best float32, id int32, largest float32
@@ -277,12 +277,12 @@ def draw(
     cutoff, cut_id = cut or (best, best_id)
     places = {"NUM_PARAMS": NUM_PARAMS, "H_ROWS": NUM_ROWS, "HEADER_LEN": HEADER, "P_T": TEMPERATURE}
     _draw_block[(num_rows, num_blocks)](
-        meta, slots, positions, params, logits, best, best_id, largest, cutoff, cut_id, vocab, num_tokens, num_blocks,
+        meta, slots, positions, sampling, logits, best, best_id, largest, cutoff, cut_id, vocab, num_tokens, num_blocks,
         **places, P_LOW=SEED_LOW, P_HIGH=SEED_HIGH, BLOCK=BLOCK_TOKENS, SAMPLE=sample, FILTER=cut is not None,
         **pdl(), num_warps=4,
     )  # fmt: skip
     _draw_row[(num_rows,)](
-        meta, slots, positions, params, best, best_id, largest, outputs, token_pool, outputs.shape[1],
+        meta, slots, positions, sampling, best, best_id, largest, outputs, token_pool, outputs.shape[1],
         token_pool.shape[1], num_blocks, **places, H_OUTPUT=OUTPUT, BLOCKS=triton.next_power_of_2(num_blocks),
         **pdl(), num_warps=1,
     )  # fmt: skip
