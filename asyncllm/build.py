@@ -4,7 +4,6 @@ Loop thread, except for GpuThread's target. torch is imported on the GPU thread,
 """
 
 import asyncio
-import ctypes
 import gc
 import importlib.util
 import logging
@@ -147,7 +146,6 @@ class GpuThread:
             # Weights, modules and tables live as long as the process: no collection need look at them.
             gc.collect()
             gc.freeze()
-            _return_freed_memory()
         except BaseException as error:
             self._ready.set_exception(error)
             return
@@ -157,12 +155,6 @@ class GpuThread:
         except BaseException as error:
             log.critical("the engine has died: %r", error, exc_info=error)
             self._on_death(EngineDead("the engine has died; the server must be restarted"))
-
-
-def _return_freed_memory() -> None:
-    """glibc keeps what loading freed for later: 104 MB of SmolLM2's weights on their way into their layout."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
 
 
 def _is_hub_id(model: str | None) -> bool:
