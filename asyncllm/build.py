@@ -4,6 +4,7 @@ Loop thread, except for GpuThread's target. torch is imported on the GPU thread,
 """
 
 import asyncio
+import ctypes
 import gc
 import importlib.util
 import logging
