@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from ..llm import AsyncLLM
-from . import admin, completions, gate
+from . import admin, completions, gate, live, responses, websocket
 from .metrics import Metrics
 from .settings import Settings
 
@@ -31,12 +31,22 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
     app = web.Application(middlewares=[gate.answer_errors], client_max_size=settings.max_body_bytes)
     app[completions.LLM] = llm
     app[gate.SETTINGS] = settings
-    app[admin.METRICS] = Metrics(llm)
+    app[live.RESPONSES] = live.Responses(llm, settings)
+    app[websocket.SOCKETS] = sockets = websocket.Sockets(llm, settings)
+    app[admin.METRICS] = Metrics(llm, sockets)
+    app.cleanup_ctx.append(websocket.draining)
+    app.on_shutdown.append(_close_sockets)
     app.on_response_prepare.append(gate.add_request_id)
     app.add_routes(
         [
             web.post("/v1/chat/completions", completions.chat),
             web.post("/v1/completions", completions.completions),
+            web.post("/v1/responses", responses.create),
+            web.get("/v1/responses", websocket.upgrade, allow_head=False),
+            web.get("/v1/responses/{id}", responses.retrieve),
+            web.delete("/v1/responses/{id}", responses.delete),
+            web.get("/v1/responses/{id}/events", responses.events),
+            web.post("/v1/responses/{id}/cancel", responses.cancel),
             web.get("/v1/models", admin.models),
             web.get("/v1/models/{id:.+}", admin.model),
             web.get("/health", admin.health),
@@ -46,6 +56,10 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
         ]
     )
     return app
+
+
+async def _close_sockets(app: web.Application) -> None:
+    await app[websocket.SOCKETS].close()
 
 
 @contextlib.asynccontextmanager

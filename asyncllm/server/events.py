@@ -90,12 +90,12 @@ class EventResponse:
         """
         if self.begun:
             return
-        self.begun = True
         if (transport := self._request.transport) is None:
             raise ConnectionResetError("the client has left")
         self._outflow = Outflow(transport, self._settings)
         await self._response.prepare(self._request)
         self._chunked = self._response.headers.get("Transfer-Encoding") == "chunked"  # not for HTTP/1.0
+        self.begun = True
 
     def is_full(self, num_unread_bytes: int) -> bool:
         """Whether writing must wait: see Outflow."""

@@ -11,13 +11,15 @@ from prometheus_client.registry import Collector
 
 from ..llm import AsyncLLM
 from ..types import FinishReason
+from .websocket import Sockets
 
 
 class Metrics(Collector):
     """A collector in a registry of its own: two servers in one process do not add up."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, sockets: Sockets) -> None:
         self._llm = llm
+        self._sockets = sockets
         self._registry = CollectorRegistry()
         self._registry.register(self)
 

@@ -14,7 +14,7 @@ import msgspec
 from ..errors import InvalidRequest
 from ..types import SamplingParams
 from .messages import Message
-from .unserved import refuse_unserved
+from .unserved import COMPLETIONS, Unserved, refuse_unserved
 
 MAX_PROMPTS = 64
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
@@ -72,7 +72,7 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-Request = TypeVar("Request", ChatRequest, CompletionRequest)
+Request = TypeVar("Request")
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
 
@@ -83,7 +83,7 @@ def decode_chat(body: bytes) -> ChatRequest:
     Raises:
         InvalidRequest: naming the field.
     """
-    return _decode(_chat, body)
+    return decode(_chat, body)
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
@@ -92,7 +92,7 @@ def decode_completion(body: bytes) -> CompletionRequest:
     Raises:
         InvalidRequest: naming the field.
     """
-    return _decode(_completion, body)
+    return decode(_completion, body)
 
 
 def chat_params(request: ChatRequest) -> SamplingParams:
@@ -105,13 +105,13 @@ def chat_params(request: ChatRequest) -> SamplingParams:
         if (limit := getattr(request, name)) is not None and limit < 1:
             raise InvalidRequest(f"'{name}' must be at least 1, got {limit}", name)
     limits = (request.max_completion_tokens, request.max_tokens)
-    return _params(request, next((limit for limit in limits if limit is not None), None))
+    return sampling_params(request, next((limit for limit in limits if limit is not None), None))
 
 
 def completion_params(request: CompletionRequest) -> SamplingParams:
     """How to sample; without a limit 16 tokens, as OpenAI has it (or min_tokens, if that is more)."""
     default = max(COMPLETION_MAX_TOKENS, request.min_tokens or 0)
-    return _params(request, default if request.max_tokens is None else request.max_tokens)
+    return sampling_params(request, default if request.max_tokens is None else request.max_tokens)
 
 
 def completion_prompts(request: CompletionRequest) -> list[Prompt]:
@@ -136,10 +136,16 @@ def completion_prompts(request: CompletionRequest) -> list[Prompt]:
     return prompt  # type: ignore[return-value]
 
 
-def _decode(decoder: "msgspec.json.Decoder[Request]", body: bytes) -> Request:
+def decode(decoder: "msgspec.json.Decoder[Request]", body: bytes, unserved: Unserved | None = COMPLETIONS) -> Request:
+    """One pass for what is served, one for what is not.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
     try:
         request = decoder.decode(body)
-        refuse_unserved(body)
+        if unserved is not None:
+            refuse_unserved(body, unserved)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -158,7 +164,8 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(f"'{param}': {what}" if param else f"the body: {what}", param or None)
 
 
-def _params(request: ChatRequest | CompletionRequest, max_tokens: int | None) -> SamplingParams:
+def sampling_params(request: Any, max_tokens: int | None) -> SamplingParams:
+    """The fields that all routes share."""
     given = {name: value for name in _SHARED if (value := getattr(request, name)) is not None}
     if 0 <= given.get("temperature", 1.0) < GREEDY_BELOW:
         given["temperature"] = 0.0

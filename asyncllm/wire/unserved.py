@@ -47,12 +47,31 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
+# Of responses alone.
+_OF_RESPONSES: dict[str, tuple[Any, ...]] = {
+    "background": (False,), "conversation": (), "context_management": (), "include": (), "max_tool_calls": (),
+    "prompt": (), "reasoning": ({"effort": None}, {"effort": None, "summary": None}), "truncation": ("disabled",),
+    "text": ({"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
+    "max_tokens": (), "max_completion_tokens": (), "messages": (),  # another route's: not to be lost silently
+}  # fmt: skip
+
 _ABSENT = msgspec.Raw(b"null")
-_Given = msgspec.defstruct("_Given", [(name, msgspec.Raw, _ABSENT) for name in UNSERVED])
-_given = msgspec.json.Decoder(_Given)
 
 
-def refuse_unserved(body: bytes) -> None:
+class Unserved:
+    """One route's table, and the decoder that finds its fields."""
+
+    def __init__(self, table: dict[str, tuple[Any, ...]]) -> None:
+        given = msgspec.defstruct("Given", [(name, msgspec.Raw, _ABSENT) for name in table])
+        self.table = table
+        self.decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(given)
+
+
+COMPLETIONS = Unserved(UNSERVED)
+RESPONSES = Unserved(UNSERVED | _OF_RESPONSES)
+
+
+def refuse_unserved(body: bytes, unserved: Unserved = COMPLETIONS) -> None:
     """Look for these fields in a body that is known to be a JSON object.
 
     A second pass over the body, which skips whatever it does not look for at 1 GB/s; sixty more
@@ -61,8 +80,8 @@ def refuse_unserved(body: bytes) -> None:
     Raises:
         InvalidRequest: one of them asks for something.
     """
-    given = _given.decode(body)
-    for name, neutral in UNSERVED.items():
+    given = unserved.decoder.decode(body)
+    for name, neutral in unserved.table.items():
         if (raw := getattr(given, name)) is not _ABSENT and _asks(raw, neutral):
             raise InvalidRequest(f"'{name}' is not supported by this server yet; leave it out", name)
 

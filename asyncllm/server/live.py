@@ -1,0 +1,330 @@
+"""A response: its text in pieces, the one client that follows it, and how long it may be asked for.
+
+Loop thread. It never knows HTTP or WebSocket: a client is a Sink.
+"""
+
+import asyncio
+import copy
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from ..errors import Aborted, AsyncLLMError, InvalidRequest
+from ..llm import AsyncLLM, Stream
+from ..types import Delta, FinishReason, Progress
+from ..wire.response_events import Events, Framing, Head, Outcome, num_opening
+from ..wire.responses import ResponseRequest, echo, input_messages, response_params
+from .settings import Settings
+
+Messages = list[dict[str, Any]]
+
+
+class Sink(Protocol):
+    """Where one client's events go."""
+
+    @property
+    def framing(self) -> Framing: ...
+
+    def is_full(self, num_unread_bytes: int) -> bool:
+        """Whether text must wait."""
+
+    def write(self, data: bytes) -> None:
+        """Send events."""
+
+    def end(self, data: bytes) -> None:
+        """Send the last ones; nothing follows."""
+
+    def replaced(self) -> None:
+        """Another client follows this response now; nothing follows here."""
+
+
+class ResponseNotFound(InvalidRequest):
+    status = 404
+    code = "response_not_found"
+
+
+class PreviousNotFound(InvalidRequest):
+    code = "previous_response_not_found"
+
+
+class LiveResponse:
+    """One response from its submission to the end of its retention; the Reader of its stream.
+
+    The pieces of text are kept as they were sent, so that every event can be said again with its number.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        stream: Stream | None,
+        messages: Messages,
+        body: ResponseRequest,
+        settings: Settings,
+        on_over: Callable[["LiveResponse"], None],
+    ) -> None:
+        self.dirty = False
+        self.id = head.id
+        self.stored = body.store is not False
+        self.resumable = body.resumable is True
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.outcome: Outcome | None = None
+        self.error: AsyncLLMError | None = None
+        self._head = head
+        self._stream = stream
+        self._messages = messages
+        self._settings = settings
+        self._on_over = on_over
+        self._pieces: list[str] = []
+        self._sink: Sink | None = None
+        self._events: Events | None = None
+        self._told: Progress | None = None
+        self._cancelled = False
+        self._grace: asyncio.TimerHandle | None = None
+        if stream is None:
+            self._finish(Outcome(status="completed"))
+        else:
+            stream.listen(self)
+
+    def __repr__(self) -> str:
+        return f"LiveResponse({self.id}, {self.outcome or 'live'}, {len(self._pieces)} pieces)"
+
+    @property
+    def request_id(self) -> str | None:
+        """The engine's name of it, while it runs."""
+        return None if self._stream is None or self.outcome is not None else self._stream.request_id
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what keeping it takes."""
+        return sum([len(message["content"]) for message in self._messages]) + sum(map(len, self._pieces)) + 2000
+
+    def whole(self) -> dict[str, Any]:
+        """The response object."""
+        return self._head.whole(self.outcome, self.text if self.outcome is not None else "")
+
+    def conversation(self) -> Messages:
+        """What a response behind this one has for its past."""
+        answer = [{"role": "assistant", "content": self.text}] if self._pieces else []
+        return self._messages + answer
+
+    # -- the client --
+
+    def attach(self, sink: Sink, after: int = -1) -> None:
+        """Send this client every event behind number `after`, those to come too. A client before it is let go."""
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+        if self._sink is not None:
+            self._sink.replaced()
+        self._sink, self._events = sink, Events(self._head, sink.framing)
+        data = self._said(self._events, after)
+        if self.outcome is not None:
+            sink.end(data)
+            return
+        if data:
+            sink.write(data)
+        self.flush()
+
+    def detach(self, sink: Sink, *, for_good: bool = False) -> None:
+        """This client is gone. Nobody waits for the rest, unless it is resumable and was merely cut off."""
+        if self._sink is not sink:
+            return
+        self._sink = self._events = None
+        if self.outcome is not None:
+            return
+        if self.resumable and not for_good:
+            self._grace = asyncio.get_running_loop().call_later(self._settings.resume_grace_s, self.cancel)
+        else:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """End it. What it has said stays; its client gets the terminal event."""
+        self._cancelled = True
+        if (stream := self._stream) is not None:
+            stream.abort()
+            self.flush()
+
+    def flush(self) -> bool:
+        """Turn unread text into a piece, and say it."""
+        if self.outcome is not None or self._stream is None:
+            return True
+        last = self._stream.last
+        ended = last is not None and last.finish_reason is not None
+        sink, events = self._sink, self._events
+        if sink is None or events is None:
+            if ended:
+                self._add_piece(self._stream.take_text())
+                self._finish(self._outcome(last))
+            return True
+        if not ended and sink.is_full(self._stream.num_unread_bytes):
+            return False
+        data = self._progress(events)
+        if text := self._stream.take_text():
+            if not self._pieces:
+                data += events.opening(2) + events.opening(3)
+            data += events.delta(len(self._pieces), text)
+            self._pieces.append(text)
+        if ended:
+            self._end(sink, events, data, self._outcome(last))
+        elif data:
+            sink.write(data)
+        return True
+
+    # -- inside --
+
+    def _said(self, events: Events, after: int) -> bytes:
+        """The events so far behind a number."""
+        first = num_opening(len(self._pieces), self.outcome)
+        said = [events.opening(number) for number in range(max(0, after + 1), first)]
+        said += [events.delta(i, self._pieces[i]) for i in range(max(0, after + 1 - first), len(self._pieces))]
+        if self.outcome is not None:
+            closing = events.closing(len(self._pieces), self.text, self.outcome)
+            said += closing[max(0, after + 1 - first - len(self._pieces)) :]
+        return b"".join(said)
+
+    def _progress(self, events: Events) -> bytes:
+        assert self._stream is not None
+        progress = self._stream.progress
+        if progress is None or progress is self._told:
+            return b""
+        self._told = progress
+        return events.progress(progress.queue_position, progress.num_prompt_tokens, progress.num_computed_tokens)
+
+    def _add_piece(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+
+    def _end(self, sink: Sink, events: Events, data: bytes, outcome: Outcome) -> None:
+        if not self._pieces and outcome.status != "failed":
+            data += events.opening(2) + events.opening(3)
+        self._finish(outcome)
+        sink.end(data + b"".join(events.closing(len(self._pieces), self.text, outcome)))
+
+    def _finish(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self._sink = self._events = self._stream = None  # the prompt's ids go with the stream
+        if not self.over.done():
+            self.over.set_result(None)
+        self._on_over(self)
+
+    def _outcome(self, last: Delta | None) -> Outcome:
+        assert last is not None and self._stream is not None
+        whole = Outcome(
+            status="completed",
+            num_prompt_tokens=self._stream.num_prompt_tokens,
+            num_cached_tokens=last.num_cached_tokens,
+            num_output_tokens=last.num_output_tokens,
+        )
+        if last.finish_reason is FinishReason.STOP:
+            return whole
+        if last.finish_reason is FinishReason.LENGTH:
+            return msgspec.structs.replace(whole, status="incomplete", reason="max_output_tokens")
+        if self._cancelled and isinstance(last.error, Aborted):
+            return msgspec.structs.replace(whole, status="cancelled")
+        self.error = copy.copy(last.error) if isinstance(last.error, AsyncLLMError) else AsyncLLMError("internal error")
+        # openai's clients know a fixed list of codes here; ours is in the words of the message.
+        error = {"code": "server_error", "message": str(self.error)}
+        return msgspec.structs.replace(whole, status="failed", error=error)
+
+
+class Responses:
+    """Every response that can be asked for by its id: the live ones, and those that ended within retention_s."""
+
+    def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
+        self._llm = llm
+        self._settings = settings
+        self._by_id: dict[str, LiveResponse] = {}
+        self._ended: OrderedDict[str, tuple[float, int]] = OrderedDict()  # id: (until, bytes)
+        self._num_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"Responses({len(self._by_id)}, {len(self._ended)} ended, {self._num_bytes} bytes)"
+
+    async def start(self, body: ResponseRequest) -> LiveResponse:
+        """Submit one.
+
+        Raises:
+            InvalidRequest: naming the field. QueueFull, Draining, EngineDead: not now.
+        """
+        params = response_params(body)
+        messages = self._past(body.previous_response_id) + input_messages(body)
+        system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        stream = None
+        if body.generate is not False:
+            prompt_ids = await self._llm.encode_chat(system + messages)
+            stream = self._llm.submit(prompt_ids, params, wants_progress=body.progress is True)
+        name = secrets.token_hex(12)
+        head = Head(
+            id=f"resp_{name}",
+            item_id=f"msg_{name}",
+            created_at=int(time.time()),
+            model=self._llm.model_name,
+            echo=echo(body),
+        )
+        live = LiveResponse(head, stream, messages, body, self._settings, self._note_over)
+        self._by_id[live.id] = live
+        if live.outcome is not None:
+            self._note_over(live)
+        return live
+
+    def get(self, response_id: str) -> LiveResponse:
+        """
+        Raises:
+            ResponseNotFound: unknown, or no longer kept.
+        """
+        self._expire()
+        if (live := self._by_id.get(response_id)) is None:
+            raise ResponseNotFound(f"no response {response_id[:80]!r} is kept here", "response_id")
+        return live
+
+    def forget(self, live: LiveResponse) -> None:
+        """Keep it no longer; it is ended if it runs."""
+        live.stored = live.resumable = False
+        live.cancel()
+        self._drop(live.id)
+
+    def _past(self, response_id: str | None) -> Messages:
+        if response_id is None:
+            return []
+        self._expire()
+        live = self._by_id.get(response_id)
+        if live is None or live.outcome is None or live.outcome.status == "failed":
+            message = f"the response {response_id[:80]!r} is not kept here, or has not ended; send the whole input"
+            raise PreviousNotFound(message, "previous_response_id")
+        return live.conversation()
+
+    def _note_over(self, live: LiveResponse) -> None:
+        if live.id not in self._by_id:
+            return
+        keep_s = self._settings.retention_s if live.stored else self._settings.resume_grace_s * live.resumable
+        if not keep_s:
+            self._drop(live.id)
+            return
+        num_bytes = live.num_bytes
+        self._ended[live.id] = (time.monotonic() + keep_s, num_bytes)
+        self._num_bytes += num_bytes
+        self._expire()
+
+    def _expire(self) -> None:
+        now_s, limit = time.monotonic(), self._settings.max_retained_bytes
+        while self._ended:
+            response_id, (until_s, _) = next(iter(self._ended.items()))
+            if until_s > now_s and self._num_bytes <= limit:
+                return
+            self._drop(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        self._by_id.pop(response_id, None)
+        self._num_bytes -= self._ended.pop(response_id, (0.0, 0))[1]
+
+
+RESPONSES = web.AppKey("responses", Responses)

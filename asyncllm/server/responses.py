@@ -1,0 +1,125 @@
+"""POST /v1/responses, streamed and whole; what can be asked of a response by its id; coming back to its events.
+
+Loop thread. It never knows token ids' meaning, steps or pages.
+"""
+
+import asyncio
+
+import orjson
+from aiohttp import web
+
+from ..errors import InvalidRequest
+from ..wire.response_events import EventStream
+from ..wire.responses import decode_response
+from .completions import LLM, check_model
+from .events import EventResponse
+from .gate import read_body
+from .live import RESPONSES, LiveResponse
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses."""
+    body = decode_response(await read_body(request))
+    check_model(request.app[LLM], body.model)
+    live = await request.app[RESPONSES].start(body)
+    if body.stream:
+        return await _stream(request, live)
+    try:
+        await asyncio.wait([live.over])  # over itself would be cancelled with this handler
+    finally:
+        if not live.over.done():
+            live.cancel()
+    if live.error is not None:
+        raise live.error
+    return _json(live.whole())
+
+
+async def retrieve(request: web.Request) -> web.StreamResponse:
+    """GET /v1/responses/{id}; with ?stream=true its events, behind ?starting_after=."""
+    live = _live(request)
+    if request.query.get("stream", "").lower() in ("true", "1"):
+        return await _stream(request, live, after=_number(request.query.get("starting_after"), "starting_after"))
+    return _json(live.whole())
+
+
+async def events(request: web.Request) -> web.StreamResponse:
+    """GET /v1/responses/{id}/events: as an EventSource wants it, with ids, and resumed behind Last-Event-ID."""
+    after = _number(request.headers.get("Last-Event-ID"), "Last-Event-ID")
+    return await _stream(request, _live(request), after=after, with_ids=True)
+
+
+async def cancel(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses/{id}/cancel: a second time, or after the end, it changes nothing."""
+    live = _live(request)
+    live.cancel()
+    return _json(live.whole())
+
+
+async def delete(request: web.Request) -> web.StreamResponse:
+    """DELETE /v1/responses/{id}."""
+    live = _live(request)
+    request.app[RESPONSES].forget(live)
+    return _json({"id": live.id, "object": "response", "deleted": True})
+
+
+class EventSink:
+    """An event stream as a Sink. The last events are left for the task, which closes the body with them."""
+
+    def __init__(self, response: EventResponse, *, with_ids: bool) -> None:
+        self.framing = EventStream(with_ids=with_ids)
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_full = response.is_full
+        self._response = response
+        self._rest = b""
+
+    def write(self, data: bytes) -> None:
+        if self._response.begun:
+            self._response.write(data)
+        else:
+            self._rest += data
+
+    def take(self) -> bytes:
+        """What waits for the task: the first events, and the last."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+    def end(self, data: bytes) -> None:
+        self._rest += data
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def replaced(self) -> None:
+        """Ends without a terminal event: the reader sees that it has not got the whole."""
+        self.end(b"")
+
+
+async def _stream(
+    request: web.Request, live: LiveResponse, *, after: int = -1, with_ids: bool = False
+) -> web.StreamResponse:
+    response = EventResponse(request, {"X-Response-Id": live.id})
+    sink = EventSink(response, with_ids=with_ids)
+    try:
+        live.attach(sink, after)  # before anything is awaited: from here on detach() ends it
+        if not sink.over.done():
+            await response.begin()
+            response.write(sink.take())
+            await response.comment_until(sink.over)
+        return await response.end(sink.take())
+    finally:
+        live.detach(sink)
+
+
+def _live(request: web.Request) -> LiveResponse:
+    return request.app[RESPONSES].get(request.match_info["id"])
+
+
+def _number(text: str | None, name: str) -> int:
+    if not text:
+        return -1
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise InvalidRequest(f"'{name}' must be the number of an event", name)
+    return int(text)
+
+
+def _json(body: dict[str, object]) -> web.Response:
+    return web.Response(body=orjson.dumps(body), content_type="application/json")
