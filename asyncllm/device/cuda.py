@@ -11,6 +11,7 @@ events); its kernels -> its D2H (fetch); its D2H -> whoever writes the output ne
 keeps a ring of RING outputs, and at most two steps are in flight.
 """
 
+import ctypes
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,73 @@ def fatal_errors() -> Iterator[None]:
         if (dead := fatal(error)) is not None:
             raise dead from error
         raise
+
+
+class Driver:
+    """The few calls of a step, straight to the driver and without letting the GIL go.
+
+    Each takes 1 to 5 us and never blocks with two steps in flight. torch's own let the GIL go around each, and in
+    a process with a busy loop a dozen such calls cost a step 2.3 ms of waiting to get it back, for 0.3 ms of work.
+    """
+
+    READY, NOT_READY = 0, 600
+    _WITHOUT_TIMING = 2
+
+    def __init__(self) -> None:
+        library = ctypes.PyDLL("libcuda.so.1")  # PyDLL: the GIL is kept
+        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+        self._functions: dict[str, Any] = {}
+        for name, arguments in {
+            "cuMemcpyHtoDAsync_v2": (pointer, pointer, size, pointer),
+            "cuMemcpyDtoHAsync_v2": (pointer, pointer, size, pointer),
+            "cuEventCreate": (pointer, number),
+            "cuEventRecord": (pointer, pointer),
+            "cuEventQuery": (pointer,),
+            "cuStreamWaitEvent": (pointer, pointer, number),
+            "cuGraphLaunch": (pointer, pointer),
+        }.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+            self._functions[name] = function
+        self._copy_in, self._copy_out = (self._functions[f"cuMemcpy{way}Async_v2"] for way in ("HtoD", "DtoH"))
+        self._record, self._query = self._functions["cuEventRecord"], self._functions["cuEventQuery"]
+        self._wait, self._launch = self._functions["cuStreamWaitEvent"], self._functions["cuGraphLaunch"]
+
+    def new_event(self) -> int:
+        event = ctypes.c_void_p()
+        _check(self._functions["cuEventCreate"](ctypes.byref(event), self._WITHOUT_TIMING), "cuEventCreate")
+        assert event.value is not None
+        return event.value
+
+    def copy_in(self, device: int, host: int, num_bytes: int, stream: int) -> None:
+        _check(self._copy_in(device, host, num_bytes, stream), "copying to the GPU")
+
+    def copy_out(self, host: int, device: int, num_bytes: int, stream: int) -> None:
+        _check(self._copy_out(host, device, num_bytes, stream), "copying from the GPU")
+
+    def record(self, event: int, stream: int) -> None:
+        _check(self._record(event, stream), "recording an event")
+
+    def wait(self, stream: int, event: int) -> None:
+        """Let the stream wait; the host does not."""
+        _check(self._wait(stream, event, 0), "waiting for an event")
+
+    def is_over(self, event: int) -> bool:
+        code = self._query(event)
+        if code == self.NOT_READY:
+            return False
+        _check(code, "a step")
+        return True
+
+    def launch(self, graph: int, stream: int) -> None:
+        _check(self._launch(graph, stream), "launching a graph")
+
+
+def _check(code: int, what: str) -> None:
+    if code == 2:
+        raise torch.OutOfMemoryError(f"out of memory in {what}")
+    if code:
+        raise RuntimeError(f"CUDA driver error {code} in {what}")
 
 
 class CudaPending:
@@ -170,7 +238,9 @@ class CudaDevice:
                 self._current.finish()
 
     def assert_on_engine_stream(self) -> None:
-        assert torch.cuda.current_stream(self.torch_device) == self.engine_stream, "launched on a foreign stream"
+        # The raw handle: torch.cuda.current_stream() takes 24 us.
+        current = torch._C._cuda_getCurrentRawStream(self.torch_device.index)
+        assert current == self.engine_stream.cuda_stream, "launched on a foreign stream"
 
     def fetch(self, tensor: Tensor) -> CudaPending:
         """tensor: int32, at most as long as the longest fetched so far or 4096."""

@@ -26,11 +26,12 @@ class Sequence:
 
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
+        self.request_id = submission.request_id
         self.params = submission.params  # as they are now: the client may change them
         self.prompt_len = len(submission.prompt_ids)
         self.final_len = self.prompt_len + submission.max_tokens
         self._prompt_ids = np.array(submission.prompt_ids, np.int32)
-        self._output_ids: list[int] = []  # a list: appending to it takes a tenth of an array's assignment
+        self.output_ids: list[int] = []  # a list: appending to it takes a tenth of an array's assignment
         self.ending_ids = (NO_TOKEN, *submission.stop_ids)
         self.committed_len = self.prompt_len
         self.cached_len = 0  # of the first admission: what the client is told
@@ -55,15 +56,11 @@ class Sequence:
         )
 
     @property
-    def request_id(self) -> str:
-        return self.submission.request_id
-
-    @property
     def ids(self) -> NDArray[np.int32]:
         """Every token the host knows: prompt and committed output. A copy once there is output."""
-        if not self._output_ids:
+        if not self.output_ids:
             return self._prompt_ids
-        return np.concatenate([self._prompt_ids, np.array(self._output_ids, np.int32)])
+        return np.concatenate([self._prompt_ids, np.array(self.output_ids, np.int32)])
 
     @property
     def device_len(self) -> int:
@@ -79,7 +76,7 @@ class Sequence:
         return self.device_len >= self.final_len
 
     def append(self, token_id: int) -> None:
-        self._output_ids.append(token_id)
+        self.output_ids.append(token_id)
         self.committed_len += 1
 
     def new_row(self) -> NewRow:
@@ -102,21 +99,11 @@ class Sequence:
         self.slot = self.computed_len = self.planned_len = self.num_published = 0
         self.pages, self.private, self.node = [], set(), None
 
-    def token_delta(self, token_id: int) -> Delta:
-        """One more token and no end: all but one of a sequence's deltas."""
-        return Delta(
-            request_id=self.submission.request_id,
-            token_ids=(token_id,),
-            num_prompt_tokens=self.prompt_len,
-            num_cached_tokens=self.cached_len,
-            num_output_tokens=self.committed_len - self.prompt_len,
-        )
-
     def delta(self, token_ids: tuple[int, ...], error: Exception | None = None) -> Delta:
         """The step's output; the last one if `finish_reason` is set."""
         last = self.finish_reason is not None
-        stopped = self.finish_reason is FinishReason.STOP and self._output_ids
-        stop_id = self._output_ids[-1] if stopped else None
+        stopped = self.finish_reason is FinishReason.STOP and self.output_ids
+        stop_id = self.output_ids[-1] if stopped else None
         return Delta(
             request_id=self.request_id,
             token_ids=token_ids,

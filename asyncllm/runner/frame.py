@@ -10,7 +10,7 @@ What a decode step sends is its slots and starts, and a page here and there: all
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -112,33 +112,42 @@ class Packer:
             if row.stop_ids and row.min_len > len(row.token_ids):
                 self._may_ban.add(row.slot)
 
-    def pack(self, batch: Batch, entry: Int32, shape: Shape) -> Packed:
-        """Fill an entry. Raises TooLong where the step writes more than fits."""
+    def pack(self, batch: Batch, entry: Int32, shape: Shape, num_decodes: int, num_rows: int) -> Packed:
+        """Fill an entry. num_decodes: leading rows of one token; num_rows: those that draw.
+
+        Raises TooLong where the step writes more than fits.
+        """
         frame = self._frame
         num_tokens, head = shape.num_tokens, frame.head
-        everyone = bool(batch.wants_token.all())
-        wanting = self._arange[: batch.num_rows] if everyone else np.flatnonzero(batch.wants_token)
-        num_rows = len(wanting)
+        everyone = num_rows == batch.num_rows
         token_slots, token_positions = entry[head : head + num_tokens], entry[head + num_tokens : head + 2 * num_tokens]
+        order = decode_order(batch.starts[:num_decodes])
+        count = num_decodes
+        token_slots[:count], token_positions[:count] = batch.slots[order], batch.starts[order]
         rows = entry[k.HEADER : k.HEADER + num_rows]
+        last: Int32
         if shape.has_prefill:
-            ends, last = batch.starts + batch.lengths, np.cumsum(batch.lengths, dtype=np.int32) - np.int32(1)
-            count = int(last[-1]) + 1
-            token_slots[:count] = np.repeat(batch.slots, batch.lengths)
-            token_positions[:count] = np.arange(count, dtype=np.int32) + np.repeat(ends - 1 - last, batch.lengths)
-            rows[:] = last[wanting]
-            num_decodes = leading_ones(batch.lengths)
+            last = np.cumsum(batch.lengths, dtype=np.int32) - np.int32(1)
+            lengths, starts, ends = batch.lengths[count:], batch.starts[count:], last[count:]
+            end = int(last[-1]) + 1
+            token_slots[count:end] = np.repeat(batch.slots[count:], lengths)
+            shifts = np.repeat(starts + lengths - 1 - ends, lengths)
+            token_positions[count:end] = np.arange(count, end, dtype=np.int32) + shifts
+            last[order] = self._arange[:count]
+            count = end
+            rows[:] = last if everyone else last[batch.wants_token]
+        elif everyone:
+            rows[order] = self._arange[:count]
         else:
-            count = num_decodes = batch.num_rows
-            token_slots[:count], token_positions[:count] = batch.slots, batch.starts
-            rows[:] = wanting
+            last = np.empty(count, np.int32)
+            last[order] = self._arange[:count]
+            rows[:] = last[batch.wants_token]
         token_slots[count:], token_positions[count:] = 0, 0
-        slots = batch.slots if everyone else batch.slots[wanting]
-        kind = int(self._kinds[slots].max()) if num_rows else 0
+        kind = int(self._kinds[batch.slots if everyone else batch.slots[batch.wants_token]].max()) if num_rows else 0
         used, num_writes = self._pack_writes(batch, entry, head + 2 * num_tokens)
-        used, num_banned = self._pack_banned(batch, wanting, entry, used)
+        used, num_banned = self._pack_banned(batch, entry, used)
         entry[: k.NUM_ROWS + 1] = (num_tokens, num_decodes, batch.step % OUTPUT_RING, num_writes, num_banned, num_rows)
-        return Packed(used, num_decodes, num_rows, Kind(sample=kind > 0, cut=kind == 2, ban=num_banned > 0))
+        return Packed(used, num_decodes, num_rows, Kind(kind > 0, kind == 2, num_banned > 0))
 
     def writes(self, batch: Batch) -> list[tuple[Int32, Int32]]:
         """(places in the state, values): the step's new rows and page-table deltas."""
@@ -167,9 +176,10 @@ class Packer:
             at = end
         return used + 2 * num_writes, num_writes
 
-    def _pack_banned(self, batch: Batch, wanting: NDArray[Any], entry: Int32, used: int) -> tuple[int, int]:
+    def _pack_banned(self, batch: Batch, entry: Int32, used: int) -> tuple[int, int]:
         if not self._may_ban:
             return used, 0
+        wanting = batch.wants_token
         slots = batch.slots[wanting].astype(np.int64)
         positions = (batch.starts + batch.lengths)[wanting].astype(np.int64)
         banned = self._sampling.banned(slots, positions, self._num_tokens)
@@ -194,11 +204,21 @@ def _params(row: NewRow) -> Int32:
     return params
 
 
+# XQA's blocks run in the order of its rows. Up to 80 rows the long ones are best begun first, beyond that last: with
+# lengths spread as in burst-256 that is 5 to 10% and 5% of its time against any order (24 to 256 rows measured).
+LONGEST_FIRST_ROWS = 80
+
+
+def decode_order(starts: Int32) -> NDArray[np.intp]:
+    order = np.argsort(starts, kind="stable")
+    return order[::-1] if len(order) < LONGEST_FIRST_ROWS else order
+
+
 def leading_ones(lengths: Int32) -> int:
     """Rows of one token before the first longer one: those the decode kernel serves."""
-    longer = lengths != 1
-    first = int(longer.argmax())
-    return first if longer[first] else len(lengths)
+    if lengths.max() == 1:
+        return len(lengths)
+    return int((lengths != 1).argmax())
 
 
 def _check_room(entry: Int32, needed: int) -> None:

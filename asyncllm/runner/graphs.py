@@ -12,10 +12,12 @@ step that read it (event `done`); `outputs` of step N are overwritten by step N 
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,7 +27,7 @@ from tqdm import tqdm
 from ..attention.flashinfer import FlashInferAttention
 from ..attention.kernels import cos_sin_table
 from ..config import EngineConfig
-from ..device.cuda import RING, CudaDevice, fatal, fatal_errors, new_event
+from ..device.cuda import RING, CudaDevice, Driver, fatal
 from ..engine.batch import Batch, StepResult
 from ..models.config import ModelConfig
 from ..models.fused import MIN_ROWS, Buffers, FusedDecoder
@@ -38,6 +40,8 @@ from .state import OUTPUT_RING
 log = logging.getLogger(__name__)
 
 Run = Callable[[], None]
+
+POLL_S = 50e-6
 
 KINDS = (Kind(), Kind(sample=True), Kind(sample=True, cut=True))
 
@@ -74,25 +78,24 @@ def token_buckets(most: int) -> list[int]:
 
 
 def bucket(size: int, buckets: Sequence[int]) -> int:
-    return buckets[int(np.searchsorted(buckets, size))]
+    return buckets[bisect_left(buckets, size)]
 
 
 class GraphStep:
     """A step's tokens on their way to the host."""
 
-    def __init__(self, step: int, copied: Any, host: NDArray[np.int32]) -> None:
-        self._step, self._copied, self._host = step, copied, host
+    def __init__(self, step: int, driver: Driver, copied: int, host: NDArray[np.int32]) -> None:
+        self._step, self._driver, self._copied, self._host = step, driver, copied, host
 
     def ready(self) -> bool:
         try:
-            return bool(self._copied.query())
-        except Exception as error:
+            return self._driver.is_over(self._copied)
+        except RuntimeError as error:
             raise fatal(error) or error from error
 
     def result(self) -> StepResult:
-        with fatal_errors():
-            if not self.ready():
-                self._copied.synchronize()
+        while not self.ready():  # the engine polls before it asks
+            time.sleep(POLL_S)
         return StepResult(step=self._step, token_ids=self._host.copy())
 
 
@@ -135,13 +138,21 @@ class GraphRunner:
         self._entries = self._host_ring.numpy()
         self._host_outputs = torch.zeros(RING, frame.max_rows, dtype=torch.int32, pin_memory=True)
         self._host_tokens = self._host_outputs.numpy()
-        self._sent, self._done, self._copied = ([new_event() for _ in range(RING)] for _ in range(3))
+        # The driver takes addresses. All four tensors live as long as the runner and are never reallocated.
+        self._ring_ptr, self._host_ring_ptr = frame.ring.data_ptr(), self._host_ring.data_ptr()
+        self._outputs_ptr, self._host_outputs_ptr = frame.outputs.data_ptr(), self._host_outputs.data_ptr()
+        self._driver = driver = Driver()
+        self._sent, self._done, self._copied = ([driver.new_event() for _ in range(RING)] for _ in range(3))
+        streams = device.schedule_stream, device.engine_stream, device.copy_stream
+        self._schedule_stream, self._engine_stream, self._copy_stream = (stream.cuda_stream for stream in streams)
         self._count = 0  # forwards launched; the device's counter says the same
         self._must_resync = True  # the device counts the runs before capture too
         self._row_buckets, self._token_buckets = row_buckets(frame.max_rows), token_buckets(frame.max_tokens)
+        self._padded_rows = [bucket(size, self._row_buckets) for size in range(frame.max_rows + 1)]
         self._max_graph_rows = config.cuda_graph_max_batch
-        self._forwards: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._tails: dict[tuple[int, Kind], torch.cuda.CUDAGraph] = {}
+        self._forwards: dict[Shape, Run] = {}
+        self._tails: dict[tuple[int, Kind], Run] = {}
+        self._graphs: list[torch.cuda.CUDAGraph] = []  # what the runs replay
         self.num_pages = config.num_pages
         self.on_step: Callable[[int, str], None] | None = None  # for benchmarks: (step, "begin" | "end" on the stream)
 
@@ -209,7 +220,8 @@ class GraphRunner:
                 yield size, kind
                 yield size, kind._replace(ban=True)
 
-    def _captured(self, run: Run, pool: Any) -> torch.cuda.CUDAGraph:
+    def _captured(self, run: Run, pool: Any) -> Run:
+        """The run as one call."""
         # Not torch.cuda.graph(): it collects garbage and synchronizes for each, 0.1 s by 200 graphs.
         run()  # compiles and loads what this size needs
         graph = torch.cuda.CUDAGraph()
@@ -218,7 +230,10 @@ class GraphRunner:
             run()
         finally:
             graph.capture_end()
-        return graph
+        self._graphs.append(graph)
+        if not hasattr(graph, "raw_cuda_graph_exec"):
+            return graph.replay
+        return partial(self._driver.launch, graph.raw_cuda_graph_exec(), self._engine_stream)
 
     def _plan_nothing(self) -> None:
         none = np.zeros(0, np.int64)
@@ -226,7 +241,6 @@ class GraphRunner:
 
     # -- one step --
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> GraphStep:
         """Raises EngineDead where the GPU is beyond repair, anything else for a step that failed alone."""
         try:
@@ -241,88 +255,90 @@ class GraphRunner:
         finally:
             self._forwards.clear()
             self._tails.clear()
+            self._graphs.clear()
             self._attention.use_pages([])
 
     def _launch(self, batch: Batch) -> GraphStep:
         self._device.assert_on_engine_stream()
-        self._packer.note(batch)
+        if batch.new_rows:
+            self._packer.note(batch)
         entry = self._count % RING
-        if not self._sent[entry].query():  # never, with two steps in flight
-            self._sent[entry].synchronize()
-        shape, num_rows = self._shape_of(batch)
-        try:
-            packed = self._packer.pack(batch, self._entries[entry], shape)
-        except TooLong:
-            self._write_directly(batch)
-            batch = Batch(step=batch.step, slots=batch.slots, starts=batch.starts, lengths=batch.lengths,
-                          wants_token=batch.wants_token, new_rows=(), page_deltas=batch.page_deltas[:0])  # fmt: skip
-            packed = self._packer.pack(batch, self._entries[entry], shape)
+        assert self._driver.is_over(self._sent[entry]), "more steps in flight than the ring has entries"
+        num_decodes = leading_ones(batch.lengths)
+        num_rows = batch.num_rows if batch.wants_token.all() else int(np.count_nonzero(batch.wants_token))
+        shape = self._shape_of(batch, num_decodes)
+        packed = self._pack(batch, entry, shape, num_decodes, num_rows)
         self._send(entry, packed.used)
         if shape.has_prefill:
-            rest = slice(packed.num_decodes, None)
-            columns = (column[rest].astype(np.int64) for column in (batch.slots, batch.starts, batch.lengths))
-            self._attention.plan_prefill(packed.num_decodes, *columns)
+            self._plan_prefill(batch, num_decodes)
         if self.on_step is not None:
             self.on_step(batch.step, "begin")
         self._run_forward(shape)
         self._count += 1
-        return self._finish(batch.step, entry, packed, num_rows)
+        return self._finish(batch.step, entry, packed)
 
-    def _shape_of(self, batch: Batch) -> tuple[Shape, int]:
-        """The buckets of a step; sizes beyond the largest graph are computed as they are, kernel by kernel."""
-        num_rows = self._padded_rows(int(np.count_nonzero(batch.wants_token)))
-        num_decodes = leading_ones(batch.lengths)
+    def _shape_of(self, batch: Batch, num_decodes: int) -> Shape:
         if num_decodes == batch.num_rows:
-            size = self._padded_rows(num_decodes)
-            return Shape(max(size, MIN_ROWS), size, False), num_rows
+            size = self._padded_rows[num_decodes]
+            return Shape(max(size, MIN_ROWS), size, False)
         num_tokens = bucket(batch.num_tokens, self._token_buckets)
         decodes = next(size for size in self._mixed_decodes() if size >= num_decodes)
-        return Shape(num_tokens, min(decodes, num_tokens), True), num_rows
+        return Shape(num_tokens, min(decodes, num_tokens), True)
 
-    def _padded_rows(self, size: int) -> int:
-        return bucket(size, self._row_buckets) if size else 0
+    def _pack(self, batch: Batch, entry: int, shape: Shape, num_decodes: int, num_rows: int) -> Packed:
+        try:
+            return self._packer.pack(batch, self._entries[entry], shape, num_decodes, num_rows)
+        except TooLong:
+            self._write_directly(batch)
+            rest = msgspec.structs.replace(batch, new_rows=(), page_deltas=batch.page_deltas[:0])
+            return self._packer.pack(rest, self._entries[entry], shape, num_decodes, num_rows)
+
+    def _plan_prefill(self, batch: Batch, num_decodes: int) -> None:
+        columns = (batch.slots, batch.starts, batch.lengths)
+        self._attention.plan_prefill(num_decodes, *(column[num_decodes:].astype(np.int64) for column in columns))
 
     def _send(self, entry: int, used: int) -> None:
-        device = self._device
-        torch.cuda.set_stream(device.schedule_stream)
-        try:
-            # The step that read this entry last; committed long ago, so this never waits.
-            device.schedule_stream.wait_event(self._done[entry])
-            self._frame.ring[entry, :used].copy_(self._host_ring[entry, :used], non_blocking=True)
-            self._sent[entry].record(device.schedule_stream)
-        finally:
-            torch.cuda.set_stream(device.engine_stream)
-        device.engine_stream.wait_event(self._sent[entry])
+        driver = self._driver
+        # The step that read this entry last; committed long ago, so this never waits.
+        driver.wait(self._schedule_stream, self._done[entry])
+        offset = 4 * entry * self._frame.entry_len
+        driver.copy_in(self._ring_ptr + offset, self._host_ring_ptr + offset, 4 * used, self._schedule_stream)
+        driver.record(self._sent[entry], self._schedule_stream)
+        driver.wait(self._engine_stream, self._sent[entry])
         if self._must_resync:
-            self._frame.counter.fill_(self._count)
+            self._run_eagerly(self._frame.counter.fill_, self._count)
             self._must_resync = False
 
-    def _run_forward(self, shape: Shape) -> None:
-        if (graph := self._forwards.get(shape)) is not None:
-            graph.replay()
-        else:
-            self._forward(shape)
+    @torch.inference_mode()
+    def _run_eagerly(self, run: Callable[..., None], *args: Any) -> None:
+        run(*args)
 
-    def _finish(self, step: int, entry: int, packed: Packed, num_rows: int) -> GraphStep:
-        device = self._device
-        if packed.num_rows:
-            if (graph := self._tails.get((num_rows, packed.kind))) is not None:
-                graph.replay()
+    def _run_forward(self, shape: Shape) -> None:
+        if (run := self._forwards.get(shape)) is not None:
+            run()
+        else:
+            self._run_eagerly(self._forward, shape)
+
+    def _finish(self, step: int, entry: int, packed: Packed) -> GraphStep:
+        driver, count = self._driver, packed.num_rows
+        if count:
+            key = self._padded_rows[count], packed.kind
+            if (run := self._tails.get(key)) is not None:
+                run()
             else:
-                self._tail(num_rows, packed.kind)
-        self._done[entry].record(device.engine_stream)
+                self._run_eagerly(self._tail, *key)
+        driver.record(self._done[entry], self._engine_stream)
         if self.on_step is not None:
             self.on_step(step, "end")
-        device.copy_stream.wait_event(self._done[entry])
-        torch.cuda.set_stream(device.copy_stream)
-        try:
-            outputs = self._frame.outputs[step % OUTPUT_RING, : packed.num_rows]
-            self._host_outputs[entry, : packed.num_rows].copy_(outputs, non_blocking=True)
-            self._copied[entry].record(device.copy_stream)
-        finally:
-            torch.cuda.set_stream(device.engine_stream)
-        return GraphStep(step, self._copied[entry], self._host_tokens[entry, : packed.num_rows])
+        driver.wait(self._copy_stream, self._done[entry])
+        width = 4 * self._frame.max_rows
+        if count:
+            source = self._outputs_ptr + step % OUTPUT_RING * width
+            driver.copy_out(self._host_outputs_ptr + entry * width, source, 4 * count, self._copy_stream)
+        driver.record(self._copied[entry], self._copy_stream)
+        return GraphStep(step, driver, self._copied[entry], self._host_tokens[entry, :count])
 
+    @torch.inference_mode()
     def _write_directly(self, batch: Batch) -> None:
         """A step's writes to the tables that no ring entry holds: rare, long prompts admitted together."""
         places, values = (np.concatenate(arrays) for arrays in zip(*self._packer.writes(batch), strict=True))
