@@ -25,7 +25,7 @@ _PLAIN_ACTIVATION_BYTES = 4 << 30  # of ModelRunner's fresh tensors; its gathere
 
 
 def build_cuda_runner(
-    folder: Path, config: EngineConfig, facts: ModelFacts, num_tokens: int
+    folder: Path, config: EngineConfig, facts: ModelFacts, num_tokens: int, device: CudaDevice | None = None
 ) -> tuple[Runner, EngineConfig]:
     """The runner, and the config with its number of pages.
 
@@ -33,7 +33,7 @@ def build_cuda_runner(
         ModelError: the GPU's memory does not hold it, and what to lower.
     """
     began_s = time.monotonic()
-    device = CudaDevice()
+    device = device or CudaDevice()
     try:
         with torch.inference_mode():
             build = _build_plain if config.attention == "sdpa" else _build_graphs

@@ -1,5 +1,6 @@
 """GraphRunners and their reference, ModelRunner on torch's operators, on the same GPU."""
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from tests.runner.driving import Driver, engine_config
 
 TINY = Path(os.environ.get("ASYNCLLM_TINY", ".gpu/tiny"))
 REAL = Path(os.environ.get("ASYNCLLM_REAL", ".gpu/qwen3-0.6b"))  # made by .gpu/random_checkpoint.py
-VOCAB = 480  # of the tiny ones; every id is below any tokenizer's limit
+VOCAB = 512
 
 
 def needs(folder: Path) -> Path:
@@ -36,9 +37,15 @@ def gpu_config(**changes: Any) -> EngineConfig:
     return engine_config(**(values | changes))
 
 
+@functools.cache
+def device() -> CudaDevice:
+    """One for all runners of the process: its engine stream is the thread's current one."""
+    return CudaDevice()
+
+
 def graph_runner(folder: Path, num_tokens: int = VOCAB, **changes: Any) -> tuple[GraphRunner, Driver, EngineConfig]:
     config = gpu_config(**changes)
-    runner, config = build_cuda_runner(folder, config, ModelConfig.from_folder(folder).facts(), num_tokens)
+    runner, config = build_cuda_runner(folder, config, ModelConfig.from_folder(folder).facts(), num_tokens, device())
     assert isinstance(runner, GraphRunner)
     return runner, Driver(runner, config), config  # type: ignore[arg-type]
 
@@ -46,7 +53,7 @@ def graph_runner(folder: Path, num_tokens: int = VOCAB, **changes: Any) -> tuple
 def plain_runner(folder: Path, num_tokens: int = VOCAB, **changes: Any) -> Driver:
     config = gpu_config(attention="sdpa", cuda_graph_max_batch=0, **changes)
     with torch.inference_mode():
-        return Driver(plain.build_runner(folder, config, num_tokens, CudaDevice()), config)
+        return Driver(plain.build_runner(folder, config, num_tokens, device()), config)
 
 
 @contextmanager
