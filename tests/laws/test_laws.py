@@ -45,7 +45,7 @@ def asked() -> dict[str, Asked]:
     for i in range(200):
         own = [rng.randrange(num_tokens()) for _ in range(rng.randrange(1, 40))]
         prompt = shared[: rng.randrange(100)] + own if i % 2 else own
-        max_tokens = rng.choice([1, rng.randrange(2, 8), rng.randrange(2, 8), rng.randrange(60, 110)])
+        max_tokens = rng.choice([1, *([rng.randrange(2, 8)] * 6), rng.randrange(60, 110)])
         requests[f"r{i}"] = Asked(prompt, max_tokens, rng.choice([GREEDY, *SAMPLED]), rng.getrandbits(64))
     return requests
 
