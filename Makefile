@@ -21,7 +21,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: serve test model lint fmt gpu
+.PHONY: serve test model lint fmt gpu gpu-memcheck
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.installed
@@ -40,6 +40,11 @@ gpu:
 	@test ! -f .gpu/random_checkpoint.py || test -d .gpu/qwen3-0.6b || \
 	  $(GPU_PY) .gpu/random_checkpoint.py qwen3-0.6b .gpu/qwen3-0.6b
 	$(GPU_PY) -m pytest tests/gpu $(ARGS)
+
+# Every load and store of a short run checked; minutes for what takes seconds without.
+gpu-memcheck:
+	compute-sanitizer --tool memcheck --error-exitcode 9 \
+	  $(GPU_PY) -m pytest tests/gpu/test_graphs.py -k "mixed or stop_ids or entry_holds" $(ARGS)
 
 model: $(VENV)/.installed
 	@$(PY) -m asyncllm.hub

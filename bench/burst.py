@@ -8,6 +8,7 @@ Mini-SGLang offline benchmark: 256 requests at once, prompts and answers of 100 
 
 import argparse
 import asyncio
+import itertools
 import json
 import platform
 import random
@@ -24,6 +25,9 @@ from asyncllm import config as configs
 from asyncllm.engine.loop import Engine
 from asyncllm.llm import AsyncLLM
 from asyncllm.types import SamplingParams
+
+# A seed no run of this process has had, for the engine keeps the pages of what it has seen.
+_FRESH = itertools.count()
 
 
 class Request(NamedTuple):
@@ -182,9 +186,9 @@ def burning(share: float = 0.7, period_s: float = 0.01) -> Iterator[None]:
 
 async def measure(house: House, work: str, runs: int) -> dict[str, Any]:
     figures: list[dict[str, float]] = []
-    for run in range(runs + 1):
+    for _ in range(runs + 1):
         house.clock.take()
-        requests = WORKS[work](run)
+        requests = WORKS[work](next(_FRESH))
         seconds, num_tokens, firsts_s = await generate(house.llm, requests)
         steps = house.clock.take()
         longest = max(request.params.max_tokens or 1 for request in requests)

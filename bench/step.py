@@ -61,29 +61,46 @@ class Recorder:
 
 
 class Profile(NamedTuple):
-    spans: list[Span]
+    spans: list[Span]  # of a second run, without the events that time the device
+    num_host_steps: int
+    picture: list[Span]  # of the run with events
     steps: list[tuple[float, float]]  # device (begin, end) in seconds of perf_counter
     full: list[tuple[float, float]]  # those in which every row decodes
 
 
 async def profile(house: House, recorder: Recorder, rows: int, seed: int) -> Profile:
     fresh = random.Random(seed)
-    requests = [request(fresh, 512, 96, temperature=0.6) for _ in range(rows)]
-    recorder.take()
+
+    async def work() -> tuple[list[Span], dict[int, int]]:
+        recorder.take()
+        await generate(house.llm, [request(fresh, 512, 96, temperature=0.6) for _ in range(rows)])
+        await asyncio.sleep(0.05)  # the engine's last hand-off
+        return recorder.take()
+
     house.clock.take()
     zero_s = house.clock.mark()
-    await generate(house.llm, requests)
-    await asyncio.sleep(0.05)  # the engine's last hand-off
-    spans, num_rows = recorder.take()
+    picture, num_rows = await work()
     events = house.clock.take_steps()
     in_s = {step: (zero_s + begin / 1e3, zero_s + end / 1e3) for step, (begin, end) in events.items()}
     full = [in_s[step] for step in sorted(in_s) if num_rows.get(step) == rows]
-    return Profile(spans, [in_s[step] for step in sorted(in_s)], full)
+    on_step, house.runner.on_step = house.runner.on_step, None
+    spans, num_rows = await work()
+    house.runner.on_step = on_step
+    inside, num_host_steps = _steady(spans, num_rows, rows)
+    return Profile(inside, num_host_steps, picture, [in_s[step] for step in sorted(in_s)], full)
+
+
+def _steady(spans: list[Span], num_rows: dict[int, int], rows: int) -> tuple[list[Span], int]:
+    """The spans of the steps in which every row decodes, less the first and last few, and how many steps they are."""
+    schedules = [span for span in spans if span.phase == "schedule"]
+    full = [span for span, count in zip(schedules, num_rows.values(), strict=False) if count == rows][3:-3]
+    begin_s, end_s = full[0].begin_s, full[-1].begin_s
+    return [span for span in spans if begin_s <= span.begin_s < end_s], len(full) - 1
 
 
 def figures(taken: Profile) -> dict[str, Any]:
     begin_s, end_s = taken.full[2][0], taken.full[-3][1]
-    inside = [span for span in taken.spans if begin_s <= span.begin_s and span.end_s <= end_s]
+    inside, num_host_steps = taken.spans, taken.num_host_steps
     steps = [step for step in taken.full if begin_s <= step[0] and step[1] <= end_s]
     gaps = [later[0] - earlier[1] for earlier, later in zip(steps, steps[1:], strict=False)]
     result: dict[str, Any] = {
@@ -97,8 +114,8 @@ def figures(taken: Profile) -> dict[str, Any]:
     for phase in PHASES:
         mine = [span for span in inside if span.phase == phase]
         # receive, wait and hand_off can come more than once a step: their sum, a step.
-        result[f"{phase}_wall_ms"] = round(1e3 * sum(span.end_s - span.begin_s for span in mine) / len(steps), 4)
-        result[f"{phase}_cpu_ms"] = round(1e3 * sum(span.cpu_s for span in mine) / len(steps), 4)
+        result[f"{phase}_wall_ms"] = round(1e3 * sum(span.end_s - span.begin_s for span in mine) / num_host_steps, 4)
+        result[f"{phase}_cpu_ms"] = round(1e3 * sum(span.cpu_s for span in mine) / num_host_steps, 4)
     result["python_cpu_ms"] = round(sum(result[f"{phase}_cpu_ms"] for phase in PYTHON), 4)
     result["python_wall_ms"] = round(sum(result[f"{phase}_wall_ms"] for phase in PYTHON), 4)
     return result
@@ -124,7 +141,7 @@ def draw(path: str, cases: dict[str, Profile], num_steps: int = 4) -> None:
         for i, (begin_s, until_s) in enumerate(step for step in taken.steps if zero_s <= step[0] <= end_s):
             bar = [(1e3 * (begin_s - zero_s), 1e3 * (until_s - begin_s))]
             axis.broken_barh(bar, (0, 0.8), color="#333333" if i % 2 else "#666666")
-        for span in taken.spans:
+        for span in taken.picture:
             if zero_s <= span.begin_s <= end_s:
                 bar = [(1e3 * (span.begin_s - zero_s), 1e3 * (span.end_s - span.begin_s))]
                 axis.broken_barh(bar, (1, 0.8), color=colors[span.phase])

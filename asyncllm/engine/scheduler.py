@@ -8,9 +8,11 @@ that ends or leaves goes through _end() and _preempt(), and both through _releas
 
 import time
 from collections import deque
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ..bridge import Deltas, EngineStats
 from ..errors import AsyncLLMError, InvalidRequest
@@ -36,6 +38,7 @@ class Step:
         self.starts: list[int] = []
         self.lengths: list[int] = []
         self.wants_token: list[bool] = []
+        self.num_decodes = 0  # leading rows of one token
         self.new_rows: list[NewRow] = []
         self.page_deltas: list[tuple[int, int, int]] = []
         self.held: set[Sequence] = set()  # sit this step out, so that the next can preempt them
@@ -62,11 +65,19 @@ class Step:
             step=self.number,
             slots=np.array([sequence.slot for sequence in self.sequences], np.int32),
             starts=np.array(self.starts, np.int32),
-            lengths=np.array(self.lengths, np.int32),
-            wants_token=np.array(self.wants_token, np.bool_),
+            lengths=self._column(self.lengths, np.int32),
+            wants_token=self._column(self.wants_token, np.bool_),
             new_rows=tuple(self.new_rows),
             page_deltas=np.array(self.page_deltas, np.int32).reshape(-1, 3),
         )
+
+
+    def _column(self, values: list[int] | list[bool], kind: type[np.generic]) -> NDArray[Any]:
+        """Ones for the decode rows: numpy makes them in 1 us, of a list of 256 in 10."""
+        column = np.ones(len(values), kind)
+        if len(values) > self.num_decodes:
+            column[self.num_decodes :] = values[self.num_decodes :]
+        return column
 
 
 class Scheduler:
@@ -302,7 +313,7 @@ class Scheduler:
                     sequence.planned_len = planned_len + 1
                     sequence.num_drawing += 1
                     sequence.num_in_flight += 1
-        num_rows = len(sequences)
+        num_rows = step.num_decodes = len(sequences)
         step.lengths += [1] * num_rows
         step.wants_token += [True] * num_rows
         step.budget -= num_rows

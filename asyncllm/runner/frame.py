@@ -101,9 +101,14 @@ class Packer:
         self._may_ban: set[int] = set()  # slots that came with min_tokens
         self._kinds = np.zeros(num_slots, np.int8)  # 1: samples, 2: and filters
         self._arange = np.arange(frame.max_rows, dtype=np.int32)
+        # Of the last step in which every row decoded: the next one mostly has the same rows.
+        self._last_slots: Int32 = np.zeros(0, np.int32)
+        self._last_order: NDArray[np.intp] = np.zeros(0, np.intp)
+        self._last_kind = 0
 
     def note(self, batch: Batch) -> None:
         """Remember what the host must know of the step's new rows."""
+        self._last_slots = self._last_slots[:0]
         self._sampling.write(batch.new_rows)
         for row in batch.new_rows:
             filters = row.top_k > 0 or row.top_p < 1 or row.min_p > 0
@@ -121,8 +126,12 @@ class Packer:
         num_tokens, head = shape.num_tokens, frame.head
         everyone = num_rows == batch.num_rows
         token_slots, token_positions = entry[head : head + num_tokens], entry[head + num_tokens : head + 2 * num_tokens]
-        order = decode_order(batch.starts[:num_decodes])
         count = num_decodes
+        if everyone and not shape.has_prefill:
+            order, kind = self._same_rows(batch)
+        else:
+            order = decode_order(batch.starts[:count])
+            kind = int(self._kinds[batch.slots[batch.wants_token]].max()) if num_rows else 0
         token_slots[:count], token_positions[:count] = batch.slots[order], batch.starts[order]
         rows = entry[k.HEADER : k.HEADER + num_rows]
         last: Int32
@@ -143,11 +152,17 @@ class Packer:
             last[order] = self._arange[:count]
             rows[:] = last[batch.wants_token]
         token_slots[count:], token_positions[count:] = 0, 0
-        kind = int(self._kinds[batch.slots if everyone else batch.slots[batch.wants_token]].max()) if num_rows else 0
         used, num_writes = self._pack_writes(batch, entry, head + 2 * num_tokens)
         used, num_banned = self._pack_banned(batch, entry, used)
         entry[: k.NUM_ROWS + 1] = (num_tokens, num_decodes, batch.step % OUTPUT_RING, num_writes, num_banned, num_rows)
         return Packed(used, num_decodes, num_rows, Kind(kind > 0, kind == 2, num_banned > 0))
+
+    def _same_rows(self, batch: Batch) -> tuple[NDArray[np.intp], int]:
+        """Order and kind; those of the last step where it had the same rows, which have all come one token further."""
+        if not np.array_equal(batch.slots, self._last_slots):
+            self._last_slots, self._last_order = batch.slots, decode_order(batch.starts)
+            self._last_kind = int(self._kinds[batch.slots].max())
+        return self._last_order, self._last_kind
 
     def writes(self, batch: Batch) -> list[tuple[Int32, Int32]]:
         """(places in the state, values): the step's new rows and page-table deltas."""

@@ -310,7 +310,7 @@ class GraphRunner:
             self._must_resync = False
 
     @torch.inference_mode()
-    def _run_eagerly(self, run: Callable[..., None], *args: Any) -> None:
+    def _run_eagerly(self, run: Callable[..., Any], *args: Any) -> None:
         run(*args)
 
     def _run_forward(self, shape: Shape) -> None:

@@ -1,0 +1,70 @@
+"""resolve(): the numbers of a GPU, the attention by shape and machine, the pool in what is left."""
+
+from typing import Any
+
+import pytest
+
+from asyncllm import config as configs
+from asyncllm.config import MachineFacts, ModelFacts
+
+GIB = 1 << 30
+QWEN = ModelFacts(num_layers=28, num_kv_heads=8, head_dim=128, max_position=40960, dtype="bfloat16", num_heads=16)
+
+
+def machine(**changes: Any) -> MachineFacts:
+    values: dict[str, Any] = {"device": "cuda", "num_cores": 16, "free_bytes": 0, "compute_capability": (9, 0)}
+    return MachineFacts(**(values | changes))
+
+
+def resolve(model: ModelFacts = QWEN, on: MachineFacts | None = None, **wishes: Any) -> configs.EngineConfig:
+    return configs.resolve(configs.make(**wishes), model, on or machine())
+
+
+def test_a_gpu_has_its_own_defaults() -> None:
+    chosen = resolve()
+    assert (chosen.page_size, chosen.max_running, chosen.max_step_tokens, chosen.overlap) == (64, 256, 8192, True)
+    assert chosen.attention == "flashinfer" and chosen.cuda_graph_max_batch == 256
+    assert chosen.num_pages == 0, "open until a step has been profiled"
+
+
+@pytest.mark.parametrize(
+    "on,wishes,model,reason",
+    [
+        (machine(no_flashinfer="flashinfer is not installed"), {}, QWEN, "not installed"),
+        (machine(compute_capability=(8, 0)), {}, QWEN, "8.0 is not 9.0"),
+        (machine(), {"dtype": "float32"}, QWEN, "float32"),
+        (machine(), {"page_size": 8}, QWEN, "page_size 8"),
+        (machine(), {}, ModelFacts(num_layers=2, num_kv_heads=2, head_dim=80, max_position=99, dtype="bfloat16",
+                                   num_heads=4), "head_dim 80"),
+    ],
+)  # fmt: skip
+def test_what_flashinfer_cannot_do_torch_does(on: Any, wishes: Any, model: ModelFacts, reason: str) -> None:
+    assert resolve(model, on, **wishes).attention == "sdpa"
+    with pytest.raises(ValueError, match=reason):
+        resolve(model, on, attention="flashinfer", **wishes)
+
+
+def test_a_cpu_has_neither_kernels_nor_graphs() -> None:
+    cpu = MachineFacts(device="cpu", num_cores=2, free_bytes=8 * GIB)
+    assert resolve(on=cpu).attention == "sdpa" and resolve(on=cpu, cuda_graph_max_batch=9).cuda_graph_max_batch == 0
+    with pytest.raises(ValueError, match="needs a GPU"):
+        resolve(on=cpu, attention="flashinfer")
+
+
+def test_the_pool_takes_what_is_left() -> None:
+    page_bytes = configs.kv_page_bytes(QWEN, "bfloat16", 64)
+    chosen = configs.sized(resolve(gpu_memory_utilization=0.8), QWEN, free_bytes=100 * GIB, total_bytes=140 * GIB)
+    assert chosen.num_pages == int((100 - 28 - 1) * GIB) // page_bytes
+    assert configs.sized(resolve(num_pages=77), QWEN, 100 * GIB, 140 * GIB).num_pages == 77
+    small = configs.sized(resolve(max_model_len=640), QWEN, 100 * GIB, 140 * GIB)
+    assert small.num_pages == 1 + 256 * 10, "more than every slot full can never be used"
+    for wishes in ({}, {"num_pages": 10_000}):
+        with pytest.raises(ValueError, match="lower max_step_tokens"):
+            configs.sized(resolve(**wishes), QWEN, free_bytes=2 * GIB, total_bytes=140 * GIB)
+
+
+@pytest.mark.parametrize("wish", [{"gpu_memory_utilization": 0.0}, {"gpu_memory_utilization": 1.1},
+                                  {"cuda_graph_max_batch": -1}, {"attention": "magic"}])  # fmt: skip
+def test_wishes_out_of_range_are_named(wish: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wish))):
+        resolve(**wish)
