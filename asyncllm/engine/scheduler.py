@@ -4,6 +4,9 @@ GPU thread; numpy only. It never knows tensors, text or clients.
 
 A slot or a page goes back only when its sequence is done and no step in flight names it: everything
 that ends or leaves goes through _end() and _preempt(), and both through _release().
+
+Longer than most files here: admission, growth, preemption and endings all move the same pages and slots, and
+check() must see them all; cut apart, each part would need the others' insides.
 """
 
 import time
