@@ -105,7 +105,7 @@ class EventResponse:
         """Send events, in one write, from any callback. To a client that is gone: nothing."""
         assert self._outflow is not None, "begin() comes first"
         transport = self._outflow.transport
-        if not transport.is_closing():
+        if data and not transport.is_closing():  # an empty chunk would end the body
             transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     async def end(self, data: bytes) -> web.StreamResponse:
