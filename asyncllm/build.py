@@ -40,6 +40,7 @@ SWITCH_INTERVAL_S = 5e-4
 # On a GPU the other way round as well: a step is ten calls that let the GIL go, and each may wait this long for
 # a busy loop to give it back, in a step of 2 to 4 ms.
 CUDA_SWITCH_INTERVAL_S = 1e-4
+JOIN_S = 10.0  # longer than any step takes
 
 
 def start(model: str | None = None, **options: Any) -> AbstractAsyncContextManager[AsyncLLM]:
@@ -68,10 +69,18 @@ async def serving(config: Config) -> AsyncIterator[AsyncLLM]:
     folder = await asyncio.to_thread(hub.resolve, config.model)
     tokenizer, template = await asyncio.to_thread(_load_words, folder)
     engine_config, limits = _decide(config, folder, tokenizer)
-    log.info("%s", engine_config)
+    log.info(
+        "%s: %s, %s, %d threads, pages of %d tokens",
+        folder.resolve().name,
+        engine_config.device,
+        engine_config.dtype,
+        engine_config.threads,
+        engine_config.page_size,
+    )
+    log.debug("%s", engine_config)
     if engine_config.device == "cuda" and engine_config.attention == "sdpa":
         log.warning("no FlashInfer, no CUDA graphs, several times slower: %s", _why_plain(config, folder))
-    name = config.served_model_name or (config.model if _is_hub_id(config.model) else folder.name)
+    name = config.served_model_name or (config.model if _is_hub_id(config.model) else folder.resolve().name)
     async with running(
         lambda: _make_runner(folder, engine_config, limits),
         engine_config,
@@ -117,6 +126,10 @@ async def running(
     thread = GpuThread(make_engine, on_death=lambda error: outbox.call(llm.died, error))
     try:
         llm.limits = (await thread.start()).scheduler.limits
+    except BaseException:
+        llm.close()  # a start that was cancelled: the thread finds this when it has loaded, and leaves
+        raise
+    try:
         yield llm
     finally:
         llm.close()
@@ -130,7 +143,7 @@ class GpuThread:
         self._make_engine = make_engine
         self._on_death = on_death
         self._ready: Future[Engine] = Future()
-        # A daemon: a process that is told to stop does not wait for a step that is stuck.
+        # A daemon: the process ends without it if it must.
         self._thread = threading.Thread(target=self._run, name="asyncllm-gpu", daemon=True)
 
     async def start(self) -> Engine:
@@ -139,9 +152,13 @@ class GpuThread:
         return await asyncio.wrap_future(self._ready)
 
     async def join(self) -> None:
-        await asyncio.to_thread(self._thread.join)
+        """Wait for the thread to leave, but not for a step that is stuck."""
+        await asyncio.to_thread(self._thread.join, JOIN_S)
+        if self._thread.is_alive():
+            log.error("the GPU thread has not left within %g s: a step is stuck", JOIN_S)
 
     def _run(self) -> None:
+        self._ready.set_running_or_notify_cancel()  # from here on nobody cancels it under our feet
         try:
             engine = self._make_engine()
             # Weights, modules and tables live as long as the process: no collection need look at them.
@@ -159,7 +176,7 @@ class GpuThread:
 
 
 def _is_hub_id(model: str | None) -> bool:
-    return model is not None and not Path(model).exists()
+    return model is not None and not Path(model).expanduser().exists()
 
 
 def _load_words(folder: Path) -> tuple[Tokenizer, ChatTemplate | None]:

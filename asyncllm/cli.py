@@ -7,14 +7,16 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import os
+import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from . import __version__
 from . import config as configs
@@ -25,6 +27,7 @@ EXIT_FAILED_REQUESTS = 1
 EXIT_CANNOT_START = 2
 EXIT_INTERRUPTED = 130
 LOG_LEVELS = ("debug", "info", "warning", "error")
+Value = TypeVar("Value")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -34,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         sys.exit(args.run(args))
     except (AsyncLLMError, ValueError, OSError) as error:
+        logging.debug("cannot go on", exc_info=True)
         print(f"asyncllm: {error}", file=sys.stderr)
         sys.exit(EXIT_CANNOT_START)
     except KeyboardInterrupt:
@@ -50,6 +54,7 @@ async def _serving(args: argparse.Namespace) -> int:
     from .server.settings import Settings
 
     started_s = time.monotonic()
+    _check_address(args.host, args.port)
     settings = Settings(drain_s=args.drain_seconds, max_body_bytes=args.max_body_bytes)
     async with build.serving(_config(args)) as llm:
 
@@ -58,6 +63,21 @@ async def _serving(args: argparse.Namespace) -> int:
             print(_curl(url, llm.model_name, chat=llm.chat_template is not None), flush=True)
 
         return await serve(llm, args.host, args.port, settings=settings, on_ready=on_ready)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Told before a model is loaded for nothing. Who takes the port meanwhile is told of by `listening`.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 def _curl(url: str, model: str, *, chat: bool) -> str:
@@ -144,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
         ("chat", _chat, "talk to a server, or to a model in this process", _add_chat_flags, _add_engine_flags),
         ("bench", _bench, "measure a server under load, one JSON line a run", _add_bench_flags),
     ):
-        command = commands.add_parser(name, help=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        command = commands.add_parser(name, help=help_text)
         command.set_defaults(run=run)
         for add_flags in groups:
             add_flags(command)
@@ -154,12 +174,12 @@ def _parser() -> argparse.ArgumentParser:
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", help="a folder or a Hugging Face id; left out: SmolLM2-135M-Instruct, fetched once")
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=8000, help="port to listen on; 0 lets the system choose")
+    add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
+    add("--port", type=_port, default=8000, help="port to listen on; 0: the system chooses one; default: 8000")
     add("--served-model-name", help="the model's name in requests and replies, if not its own")
-    add("--log-level", default="info", choices=LOG_LEVELS, help="what to log to stderr")
-    add("--drain-seconds", type=float, default=30.0, help="after SIGTERM, how long running requests may go on")
-    add("--max-body-bytes", type=int, default=32 << 20, help="the largest request body")
+    add("--log-level", default="info", choices=LOG_LEVELS, help="what to log to stderr; default: info")
+    add("--drain-seconds", type=_seconds, default=30.0, help="how long requests may run on after SIGTERM; default: 30")
+    add("--max-body-bytes", type=_size, default=32 << 20, help="the largest request body; default: 32 MiB")
 
 
 def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +189,7 @@ def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
     add("--system", help="a system message")
     add("--temperature", type=float, help="0 always takes the likeliest token")
     add("--max-tokens", type=int, help="the longest answer")
-    add("--log-level", default="warning", choices=LOG_LEVELS, help="what to log to stderr")
+    add("--log-level", default="warning", choices=LOG_LEVELS, help="what to log; default: warning")
 
 
 def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -196,36 +216,51 @@ def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(log_level="warning")
 
 
-def _floats(text: str) -> list[float]:
-    values = [float(part) for part in text.split(",")]
-    if not all(value > 0 for value in values):
-        raise ValueError("above 0")
-    return values
+def _checked(convert: Callable[[str], Value], valid: Callable[[Value], bool], wanted: str) -> Callable[[str], Value]:
+    """A flag's type that says what it wants; argparse would say this function's name."""
+
+    def parse(text: str) -> Value:
+        try:
+            if valid(value := convert(text)):
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+
+    return parse
 
 
-def _span(text: str) -> tuple[int, int]:
+def _to_span(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
-    span = int(low), int(high or low)
-    if not 1 <= span[0] <= span[1]:
-        raise ValueError("from and to")
-    return span
+    return int(low), int(high or low)
+
+
+_port = _checked(int, lambda port: 0 <= port < 65536, "a port from 0 to 65535")
+_size = _checked(int, lambda size: size > 0, "a number of bytes above 0")
+_seconds = _checked(float, lambda seconds: 0 <= seconds < math.inf, "a number of seconds")
+_span = _checked(_to_span, lambda span: 1 <= span[0] <= span[1], "a length above 0, or a range as 100:1024")
+_floats = _checked(
+    lambda text: [float(part) for part in text.split(",")],
+    lambda values: all(value > 0 for value in values),
+    "a number above 0, or several as 1,2,inf",
+)
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Every field of Config but the model's; None leaves the choice to resolve()."""
     add = parser.add_argument
-    add("--device", default="auto", choices=DEVICES, help="where to compute")
-    add("--dtype", default="auto", choices=DTYPES, help="of weights and KV cache; auto: as the checkpoint")
+    add("--device", default="auto", choices=DEVICES, help="where to compute; default: auto")
+    add("--dtype", default="auto", choices=DTYPES, help="of weights and KV cache; default: the checkpoint's")
     add("--threads", type=int, help="torch threads; by default one core is left to the event loop")
-    add("--page-size", type=int, help="tokens in a KV page")
+    add("--page-size", type=int, help="tokens in a KV page; default: 64 on a GPU, 16 on a CPU")
     add("--num-pages", type=int, help="pages in the KV pool, the dummy page included")
-    add("--kv-cache-bytes", type=int, help="size of the KV pool, instead of --num-pages")
-    add("--max-running", type=int, help="sequences computed together")
-    add("--max-waiting", type=int, default=1024, help="requests that may queue behind them; more get 503")
-    add("--max-step-tokens", type=int, help="tokens computed in one step: decodes first, prompt chunks in the rest")
+    add("--kv-cache-bytes", type=int, help="of the KV pool, instead; default on a CPU: 1 GiB, on a GPU what is free")
+    add("--max-running", type=int, help="sequences computed together; default: 256 on a GPU, 32 on a CPU")
+    add("--max-waiting", type=int, default=1024, help="how many may queue behind them; default: 1024; more get 503")
+    add("--max-step-tokens", type=int, help="tokens a step computes, decodes first, prompts in the rest")
     add("--max-model-len", type=int, help="prompt and answer together; by default what the model was made for")
-    add("--overlap", action=argparse.BooleanOptionalAction, help="schedule a step while the last one runs")
-    add("--prefix-cache", action=argparse.BooleanOptionalAction, default=True, help="share KV of equal prefixes")
-    add("--attention", default="auto", choices=ATTENTIONS, help="kernels; auto: by the GPU and the model's shape")
-    add("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory to fill, KV pool last")
+    add("--overlap", action=argparse.BooleanOptionalAction, help="schedule while a step runs; default: on a GPU")
+    add("--prefix-cache", action=argparse.BooleanOptionalAction, default=True, help="share prefixes; default: yes")
+    add("--attention", default="auto", choices=ATTENTIONS, help="kernels; default: by the GPU and the model's shape")
+    add("--gpu-memory-utilization", type=float, default=0.9, help="of its memory to fill; default: 0.9")
     add("--cuda-graph-max-batch", type=int, help="rows of the largest captured step; 0 captures none")

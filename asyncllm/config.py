@@ -119,7 +119,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     max_step_tokens = _positive(
         "max_step_tokens", config.max_step_tokens, default=max(8192 if on_gpu else 512, 2 * max_running)
     )
-    if max_step_tokens <= max_running - 1:
+    if max_step_tokens < max_running:
         raise ValueError(f"max_step_tokens {max_step_tokens} must be at least max_running {max_running}")
     num_pages = _num_pages(config, model, machine, dtype, page_size, max_running, max_model_len)
     return EngineConfig(
@@ -182,6 +182,12 @@ def kv_page_bytes(model: ModelFacts, dtype: str, page_size: int) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * page_size * DTYPE_BYTES[dtype]
 
 
+def _check_memory(name: str, num_bytes: int, machine: MachineFacts) -> None:
+    if machine.device == "cpu" and num_bytes > machine.free_bytes:
+        needed, free = num_bytes / 2**30, machine.free_bytes / 2**30
+        raise ValueError(f"{name} asks for {needed:.1f} GiB of KV pages and {free:.1f} GiB are free: lower it")
+
+
 def _num_pages(
     config: Config, model: ModelFacts, machine: MachineFacts, dtype: str, page_size: int, max_running: int, max_len: int
 ) -> int:
@@ -190,6 +196,7 @@ def _num_pages(
     if config.num_pages is not None:
         if config.num_pages < 2:
             raise ValueError(f"num_pages must be at least 2 (page 0 is a dummy), got {config.num_pages}")
+        _check_memory("num_pages", config.num_pages * kv_page_bytes(model, dtype, page_size), machine)
         return config.num_pages
     if machine.device == "cuda" and config.kv_cache_bytes is None:
         return 0  # see sized()
@@ -197,7 +204,9 @@ def _num_pages(
     # More than every slot full to the context can never be used.
     most = 1 + max_running * math.ceil(max_len / page_size)
     budget = config.kv_cache_bytes
-    if budget is None:
+    if budget is not None:
+        _check_memory("kv_cache_bytes", budget, machine)
+    else:
         budget = min(machine.free_bytes // 4, 1 << 30)
     num_pages = min(most, budget // page_bytes)
     if num_pages < 2:

@@ -196,6 +196,7 @@ class AsyncLLM:
         Raises:
             ContextTooLong: the text cannot fit; far too long ones are refused without tokenising them.
         """
+        self._check_open()
         encode = partial(self.tokenizer.encode, text, max_len=self.limits.max_prompt_len)
         return await self._run(len(text), encode)
 
@@ -206,6 +207,7 @@ class AsyncLLM:
             InvalidRequest: the model has no template, or the template refuses the messages.
             ContextTooLong: as encode().
         """
+        self._check_open()
         if self.chat_template is None:
             raise InvalidRequest("this model has no chat template; use completions", "messages")
         encode = partial(
@@ -413,7 +415,7 @@ class LLM:
     ) -> list[Completion]:
         """Complete every prompt, batched as the engine sees fit; answers in the order of the prompts.
 
-        Raises: as AsyncLLM.submit, for the first prompt at fault; then none is generated.
+        Raises: as AsyncLLM.submit; the first error ends them all.
         """
         ask = self._llm.generate
         return self._runner.run(self._gather([partial(ask, prompt, params, **fields) for prompt in prompts]))

@@ -149,6 +149,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
             return Problem(f"prompt[{i}]", message)
         if self.deadline_s is not None:
             return Problem("timeout", "a deadline is not supported yet")
+        if self.priority:
+            return Problem("priority", "a priority is not supported yet")
         return None
 
 

@@ -2,18 +2,20 @@
 
 import asyncio
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import asyncllm
+from asyncllm import build
 from asyncllm.errors import Aborted, ContextTooLong, Draining, EngineDead, InvalidRequest, QueueFull
 from asyncllm.llm import AsyncLLM
 from asyncllm.text.chat import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Delta, FinishReason, SamplingParams
-from tests.fakes import engine_config, scripted, scripted_llm, until
+from tests.fakes import ScriptedRunner, engine_config, limits_for, scripted, scripted_llm, until
 from tests.text.toys import byte_level
 from tests.tiny import make_checkpoint
 
@@ -196,6 +198,50 @@ async def test_unseeded_requests_differ_and_seeds_are_64_bits(tokenizer: Tokeniz
         assert len(set(seeds)) == 5 and seeds[-1] == 2**64 - 1
         for stream in streams:
             stream.abort()
+
+
+async def test_a_start_that_is_cancelled_lets_its_engine_go(tokenizer: Tokenizer) -> None:
+    loading, go_on = threading.Event(), threading.Event()
+    config = engine_config()
+    limits = limits_for(config, tokenizer.vocab_size)
+    runner = ScriptedRunner(config, limits)
+
+    def make_runner() -> ScriptedRunner:
+        loading.set()
+        assert go_on.wait(30)
+        return runner
+
+    async def start() -> None:
+        words = {"tokenizer": tokenizer, "chat_template": None, "model_name": "cancelled"}
+        async with build.running(make_runner, config, limits, **words):
+            raise AssertionError("it was cancelled before it was ready")
+
+    task = asyncio.create_task(start())
+    await asyncio.to_thread(loading.wait, 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go_on.set()
+    assert await asyncio.to_thread(runner.closed.wait, 30)
+
+
+async def test_a_stuck_step_does_not_keep_the_program(tokenizer: Tokenizer, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(build, "JOIN_S", 0.05)
+    never = threading.Event()
+    async with scripted_llm(tokenizer) as (llm, runner):
+        runner.on_result = lambda batch: never.wait(30) and None
+        await llm.generate("Hi", ignore_eos=True)
+        await until(lambda: llm.stats.step > 0)
+    never.set()
+    assert "a step is stuck" in caplog.text
+    assert await asyncio.to_thread(runner.closed.wait, 30)
+
+
+async def test_a_draining_engine_refuses_before_it_tokenises(tokenizer: Tokenizer) -> None:
+    async with scripted_llm(tokenizer) as (llm, _):
+        await llm.drain(0)
+        with pytest.raises(Draining):
+            await llm.generate("a long prompt " * 1000)
 
 
 def test_load_generates_a_list_in_order(tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ class Engine:
                 self._commit_oldest()
             if self.scheduler.num_in_flight:  # unless one of those failed too, and took this one with it
                 self._fail(batch, error)
+            else:
+                log.error("step %d could not be launched either", batch.step, exc_info=error)
             return False
         return True
 

@@ -191,9 +191,10 @@ class Scheduler:
                 raise RuntimeError(f"no sequence can go on: {self!r}")  # better dead than spinning
             return None
         for sequence in stale:
-            self._stale.pop(sequence, None)  # it may have ended
-            if sequence.slot:  # or its new row is still to come
-                step.new_rows.append(sequence.new_row())
+            if sequence in self._stale:  # it may have ended, or been admitted with a row that is fresh
+                del self._stale[sequence]
+                if sequence.slot:  # or its new row is still to come
+                    step.new_rows.append(sequence.new_row())
         self._num_steps += 1
         self._in_flight.append(step)
         return step.batch()
@@ -324,7 +325,7 @@ class Scheduler:
 
     def _plan_prefills(self, step: Step, prefills: list[Sequence]) -> None:
         for sequence in prefills:
-            if sequence.slot and sequence not in step.held and not sequence.draws_complete and step.budget > 0:
+            if sequence.slot and sequence not in step.held and step.budget > 0:
                 self._share_further(sequence, step)
                 self._add_chunk(sequence, step)
 
@@ -360,6 +361,7 @@ class Scheduler:
         sequence.num_published = len(pages)
         if not sequence.admitted_s:
             sequence.admitted_s, sequence.cached_len = time.monotonic(), sequence.planned_len
+        self._stale.pop(sequence, None)
         step.new_rows.append(sequence.new_row())
         step.map_pages(sequence, 0)
         return True

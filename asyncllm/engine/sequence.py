@@ -70,11 +70,6 @@ class Sequence:
     def num_output(self) -> int:
         return self.committed_len - self.prompt_len
 
-    @property
-    def draws_complete(self) -> bool:
-        """Whether steps in flight draw the last token that max_tokens allows."""
-        return self.device_len >= self.final_len
-
     def append(self, token_id: int) -> None:
         self.output_ids.append(token_id)
         self.committed_len += 1

@@ -6,7 +6,7 @@ GPU thread, once at start. It never knows pages, batches or where the folder cam
 import ctypes
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -105,13 +105,10 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (single := folder / "model.safetensors").exists():
         return [single]
-    others = ", ".join(sorted(_foreign(folder))) or "no weight file"
-    raise ModelError(f"{folder} holds no model.safetensors ({others}); only safetensors are read")
-
-
-def _foreign(folder: Path) -> Iterator[str]:
-    for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf"):
-        yield from (path.name for path in folder.glob(pattern))
+    # Mistral's folders hold the same weights once more, under other names, as consolidated*.safetensors.
+    if others := sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated")):
+        return others
+    raise ModelError(f"{folder} holds no .safetensors; only those are read")
 
 
 def _some(names: list[str]) -> str:

@@ -117,6 +117,9 @@ def test_a_port_in_use_is_told_at_once(checkpoint: Path, server: ServerProcess) 
         (["{checkpoint}", "--max-model-len", "99999"], "max_model_len 99999 is above"),
         (["{checkpoint}", "--kv-cache-bytes", "10"], "raise kv_cache_bytes"),
         (["{checkpoint}", "--num-pages", "9", "--kv-cache-bytes", "10"], "not both"),
+        (["{checkpoint}", "--num-pages", "2000000000"], "GiB are free: lower it"),
+        (["{checkpoint}", "--port", "99999"], "not a port from 0 to 65535"),
+        (["{checkpoint}", "--drain-seconds", "-1"], "not a number of seconds"),
     ],
 )
 def test_what_cannot_start_says_why(checkpoint: Path, arguments: list[str], told: str) -> None:

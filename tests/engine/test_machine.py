@@ -39,7 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = self.house.scheduler
         self.pool_tokens = config.usable_pages * page_size
         self.asked: dict[str, tuple[list[int], int]] = {}
-        self.updated: set[str] = set()
+        self.updated: dict[str, int] = {}  # how many tokens an updated request may have
         self.flying: list[tuple[Batch, object]] = []
 
     @rule(prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), max_tokens=st.integers(1, 20))
@@ -56,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if batch is not None:
             assert batch.num_tokens <= max(self.scheduler.max_step_tokens, batch.num_rows)
             assert len(set(batch.slots.tolist())) == batch.num_rows and 0 not in batch.slots
+            assert len({row.slot for row in batch.new_rows}) == len(batch.new_rows), "two new rows for a slot"
             self.flying.append((batch, self.house.runner.launch(batch)))
 
     @precondition(lambda self: self.flying)
@@ -76,7 +77,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), limit=st.integers(1, 20) | st.none(), temperature=st.sampled_from([None, 0.5]))
     def update_one(self, data: st.DataObject, limit: int | None, temperature: float | None) -> None:
         name = data.draw(st.sampled_from(sorted(self.asked)))
-        self.updated.add(name)
+        got, (_, max_tokens) = self.house.out.token_ids(name), self.asked[name]
+        bound = self.updated.get(name, max_tokens)
+        if self.house.out.terminal(name) is None:
+            self.updated[name] = bound if limit is None else max(limit, len(got))
         self.house.inbox.put(Update(request_id=name, max_tokens=limit, temperature=temperature))
         self.house.engine._receive()
 
@@ -99,6 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         got, terminal = self.house.out.token_ids(name), self.house.out.terminal(name)
         expected = naive(prompt, 20 if name in self.updated else max_tokens)
         assert got == expected[: len(got)]
+        assert len(got) <= self.updated.get(name, max_tokens)
         if terminal is not None and terminal.finish_reason is FinishReason.LENGTH:
             pool_full = len(prompt) + len(got) > self.pool_tokens - self.scheduler.page_size
             assert got == expected or pool_full or name in self.updated
