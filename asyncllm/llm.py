@@ -51,6 +51,8 @@ class Stream:
         self._done = False
         self.request_id = mailbox.submission.request_id
         self.num_prompt_tokens = len(mailbox.submission.prompt_ids)
+        # All text that has come since, for who listens. Bound here, as it is called for each token.
+        self.take_text: Callable[[], str] = mailbox.take_text
 
     def __del__(self) -> None:
         # `async for ...: break` leaves no ghost request. The collector may run on any thread.
@@ -98,9 +100,10 @@ class Stream:
     def num_unread_bytes(self) -> int:
         return self._mailbox.num_unread_bytes
 
-    def take_text(self) -> str:
-        """All text that has come since."""
-        return self._mailbox.take_text()
+    @property
+    def ended(self) -> bool:
+        """Whether `last` is the terminal delta."""
+        return self._mailbox.ended
 
     async def result(self) -> Completion:
         """Read to the end and return the whole answer."""

@@ -86,9 +86,13 @@ class Mailbox:
 
     def take_text(self) -> str:
         """All unread text; the ids are dropped. The state beside it is in `last`."""
+        self._unread = False
+        if not self._num_spelled and not self._text:  # nearly always
+            ids, self._token_ids = self._token_ids, []
+            return self._detokenizer.push(ids)
         self._spell()
-        text = self._text[0] if len(self._text) == 1 else "".join(self._text)
-        self._token_ids, self._text, self._num_spelled, self._unread = [], [], 0, False
+        text = "".join(self._text)
+        self._token_ids, self._text, self._num_spelled = [], [], 0
         return text
 
     def take(self) -> Delta | None:

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 Policy = Literal["adaptive", "every_step", "gather"]
 
 SLICE_S = 1e-3
+BATCH = 128  # readers whose texts are made before any is written: 1.6 ms with the writes
 GATHER_S = 22e-3  # 256 streams at 45 Hz are 12,000 writes a second: a sixth of a core
 GATHER_ABOVE_LAG_S, EVERY_STEP_BELOW_LAG_S = 4e-3, 2e-3
 GATHER_ABOVE_SHARE, EVERY_STEP_BELOW_SHARE = 0.5, 0.35
@@ -60,6 +61,7 @@ class Pace:
         self.num_flushes = 0
         self.num_turns = 0  # changes between the modes
         self._loop = loop
+        self._batch: list[tuple[asyncio.WriteTransport, bytes]] | None = None
         self._now: deque[Reader] = deque()
         self._later: list[Reader] = []
         self._flushing = False  # a slice is scheduled
@@ -87,6 +89,17 @@ class Pace:
         else:
             self._later.append(reader)
             self._tick_later()
+
+    def write(self, transport: asyncio.WriteTransport, data: bytes) -> None:
+        """Write; while readers are flushed, together with what the others of the batch have.
+
+        A client that reads faster than texts are made sleeps between any two writes, and waking it costs
+        the writer 20 us (measured, 2 cores, a virtual machine). Writes back to back wake it once.
+        """
+        if self._batch is None:
+            transport.write(data)
+        else:
+            self._batch.append((transport, data))
 
     def step(self, put_s: float, num_rows: int) -> None:
         """A step of the engine's has arrived, put at put_s (time.monotonic)."""
@@ -130,14 +143,9 @@ class Pace:
         start_s = time.perf_counter()
         queue, num = self._now, 0
         while queue:
-            reader = queue.popleft()
-            if reader.dirty:  # or it had been flushed at once in between
-                reader.dirty = False
-                num += 1
-                if not self._flush(reader):
-                    self._again(reader)
-                if not num & 15 and time.perf_counter() - start_s > SLICE_S:
-                    break
+            num += self._flush_batch()
+            if time.perf_counter() - start_s > SLICE_S:
+                break
         if num >= 8:  # fewer tell more of the clock than of the flushes
             self._flush_s += _SMOOTH * ((time.perf_counter() - start_s) / num - self._flush_s)
         self.num_flushes += num
@@ -145,12 +153,25 @@ class Pace:
         if queue:
             self._flush_soon()
 
-    def _flush(self, reader: Reader) -> bool:
-        try:
-            return reader.flush()
-        except Exception:  # one reader's bug is not to stop all others
-            log.exception("unexpected error while writing to a client")
-            return True
+    def _flush_batch(self) -> int:
+        """The next readers: first all their texts, then all their writes. Returns how many."""
+        queue, num = self._now, 0
+        batch: list[tuple[asyncio.WriteTransport, bytes]] = []
+        self._batch = batch
+        while queue and num < BATCH:
+            reader = queue.popleft()
+            if reader.dirty:  # or it had been flushed at once in between
+                reader.dirty = False
+                num += 1
+                try:
+                    if not reader.flush():
+                        self._again(reader)
+                except Exception:  # one reader's bug is not to stop all others
+                    log.exception("unexpected error while writing to a client")
+        self._batch = None
+        for transport, data in batch:
+            transport.write(data)
+        return num
 
     def _again(self, reader: Reader) -> None:
         reader.dirty = True

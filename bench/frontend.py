@@ -86,6 +86,7 @@ def answer_marks(ticker: Ticker, more: Callable[[], dict[str, Any]] = dict) -> N
         late, lag.late_s = lag.late_s, []
         said = {
             "process_s": time.process_time(), "loop_s": time.thread_time(), "engine_s": ticker.cpu_s,
+            "kernel_s": os.times().system,
             "late_s": late, "put_s": list(ticker.put_s), **more(),
         }  # fmt: skip
         print(json.dumps(said), flush=True)
@@ -249,7 +250,40 @@ async def serve_starlette(args: argparse.Namespace) -> None:
     await uvicorn.Server(config).serve(sockets=[listener])
 
 
-SERVERS = {"ours": serve_ours, "starlette": serve_starlette, "aiohttp": serve_aiohttp}
+class FloorStream(asyncio.Protocol):
+    """A connection that is written to as soon as it has asked."""
+
+    def __init__(self, transports: set[Any]) -> None:
+        self._transports = transports
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transports.add(self._transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transports.discard(self._transport)
+
+
+async def serve_floor(args: argparse.Namespace) -> None:
+    """The same bytes, made once for all: what the kernel and one Python call a write take, whoever calls."""
+    loop = asyncio.get_running_loop()
+    transports: set[Any] = set()
+
+    def write(word: int) -> None:
+        event = f"data: {chunk(f' tok{word:04d}')}\n\n".encode()
+        data = b"%x\r\n%b\r\n" % (len(event), event)
+        for transport in transports:
+            transport.write(data)
+
+    server = await loop.create_server(lambda: FloorStream(transports), "127.0.0.1", 0, backlog=4096)
+    print(json.dumps({"port": server.sockets[0].getsockname()[1]}), flush=True)
+    answer_marks(Ticker(args.step_ms / 1e3, lambda word: loop.call_soon_threadsafe(write, word) and None))
+    await asyncio.Event().wait()
+
+
+SERVERS = {"ours": serve_ours, "starlette": serve_starlette, "aiohttp": serve_aiohttp, "floor": serve_floor}
 SSE = b'{"prompt": [1], "stream": true, "max_tokens": 9000000}'
 CREATE = b'{"type": "response.create", "input": "x", "max_output_tokens": 9000000}'
 UPGRADE = (
@@ -355,7 +389,7 @@ def numbers(
     before: dict[str, Any], after: dict[str, Any], events: list[int], wall_s: float, timed: Stream,
     args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
-    used = {name: after[name] - before[name] for name in ("process_s", "loop_s", "engine_s")}
+    used = {name: after[name] - before[name] for name in ("process_s", "loop_s", "engine_s", "kernel_s")}
     server_s, num_events = used["process_s"] - used["engine_s"], max(1, sum(events))
     put_s = {word: at_s for word, at_s in after["put_s"] if word in timed.arrived_s}
     num_tokens = len(put_s) * len(events)
@@ -363,6 +397,7 @@ def numbers(
     return {
         "server_us_per_event": round(1e6 * server_s / num_events, 2),
         "loop_us_per_event": round(1e6 * used["loop_s"] / num_events, 2),
+        "kernel_us_per_event": round(1e6 * used["kernel_s"] / num_events, 2),
         "server_us_per_token": round(1e6 * server_s / max(1, num_tokens), 2),
         "server_share": round(server_s / wall_s, 3),
         "events_per_s": round(num_events / wall_s),

@@ -9,7 +9,8 @@ from aiohttp import web
 from .. import __version__
 from ..errors import Draining, QueueFull
 from ..llm import AsyncLLM
-from .completions import LLM, check_model
+from .completions import check_model
+from .gate import LLM
 from .metrics import Metrics
 
 METRICS = web.AppKey("metrics", Metrics)

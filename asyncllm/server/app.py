@@ -29,7 +29,7 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
     """The routes around one engine."""
     settings = settings or Settings()
     app = web.Application(middlewares=[gate.answer_errors], client_max_size=settings.max_body_bytes)
-    app[completions.LLM] = llm
+    app[gate.LLM] = llm
     app[gate.SETTINGS] = settings
     app[live.RESPONSES] = live.Responses(llm, settings)
     app[websocket.SOCKETS] = sockets = websocket.Sockets(llm, settings)

@@ -21,9 +21,7 @@ from ..wire.messages import template_messages
 from ..wire.replies import Chunks, Head, Usage
 from ..wire.requests import ChatRequest, CompletionRequest
 from .events import EventResponse
-from .gate import read_body
-
-LLM = web.AppKey("llm", AsyncLLM)
+from .gate import LLM, read_body
 
 
 class Dialect(msgspec.Struct, frozen=True):
@@ -148,6 +146,8 @@ class Answer:
         self._streams = streams
         self._usage_always = usage_always
         self._open = list(zip(streams, chunks, strict=True))
+        self._only = streams[0] if len(streams) == 1 and not usage_always else None
+        self._only_chunks = chunks[0]
         self._flowing = False
         for stream in streams:
             stream.listen(self)
@@ -167,25 +167,22 @@ class Answer:
             self._note_end()
             self._wake()
             return True
-        if self._response.is_full(sum([stream.num_unread_bytes for stream in self._streams])):
-            return self._note_end()  # the end does not wait for the socket here: end() does, with a timeout
-        if self._note_end():
+        has_room = self._response.has_room()
+        if has_room and self._only is not None and not self._only.ended:  # nearly always
+            if text := self._only.take_text():
+                self._response.write(self._only_chunks.text(text))
             return True
-        if data := self.take():
-            self._response.write(data)
-        if not self._open:
-            self._wake()
-        return True
+        if self._note_end():  # the end does not wait for the socket here: end() does, with a timeout
+            return True
+        if has_room:
+            self._response.write(self.take())
+        else:
+            self._response.give_patience(sum([stream.num_unread_bytes for stream in self._streams]))
+        return has_room
 
     def take(self) -> bytes:
         """The events of all unread text, and of the choices that have ended."""
         usage = self.usage() if self._usage_always else None
-        if len(self._open) == 1:
-            stream, chunks = self._open[0]
-            last = stream.last
-            if last is None or last.finish_reason is None:
-                text = stream.take_text()
-                return chunks.text(text, usage) if text else b""
         return b"".join([self._take_one(*choice, usage) for choice in list(self._open)])
 
     def usage(self) -> Usage:

@@ -16,7 +16,7 @@ import time
 from aiohttp import web
 
 from ..wire.errors import error_event
-from .gate import SETTINGS
+from .gate import LLM, SETTINGS
 from .settings import Settings
 
 HEADERS = {
@@ -40,18 +40,21 @@ class Outflow:
         self._full_since_s = 0.0
         tune(transport, settings)
 
-    def is_full(self, num_unread_bytes: int) -> bool:
-        """Whether text must wait. A client that reads nothing for send_timeout_s, or leaves more than
-        max_unread_bytes waiting, is cut off: an event to say so would not fit either."""
-        if self.transport.get_write_buffer_size() <= FULL_BYTES:
-            self._full_since_s = 0.0
+    def has_room(self) -> bool:
+        """Whether text may be written; if not, give_patience() is to be called."""
+        if self.transport.get_write_buffer_size() > FULL_BYTES:
             return False
+        self._full_since_s = 0.0
+        return True
+
+    def give_patience(self, num_unread_bytes: int) -> None:
+        """There is no room. A client that reads nothing for send_timeout_s, or leaves more than max_unread_bytes
+        waiting, is cut off: an event to say so would not fit either."""
         now_s = time.monotonic()
         self._full_since_s = self._full_since_s or now_s
         waited_s = now_s - self._full_since_s
         if waited_s > self._settings.send_timeout_s or num_unread_bytes > self._settings.max_unread_bytes:
             self.transport.abort()
-        return True
 
 
 def tune(transport: asyncio.Transport, settings: Settings) -> None:
@@ -77,6 +80,7 @@ class EventResponse:
         self._request = request
         self._response = web.StreamResponse(headers=HEADERS | (headers or {}))
         self._settings = request.app[SETTINGS]
+        self._pace = request.app[LLM].pace
         self._outflow: Outflow | None = None
         self._chunked = False
         self._wrote_s = 0.0
@@ -97,16 +101,21 @@ class EventResponse:
         self._chunked = self._response.headers.get("Transfer-Encoding") == "chunked"  # not for HTTP/1.0
         self.begun = True
 
-    def is_full(self, num_unread_bytes: int) -> bool:
-        """Whether writing must wait: see Outflow."""
-        return self._outflow is not None and self._outflow.is_full(num_unread_bytes)
+    def has_room(self) -> bool:
+        """As Outflow's."""
+        return self._outflow is None or self._outflow.has_room()
+
+    def give_patience(self, num_unread_bytes: int) -> None:
+        """As Outflow's."""
+        if self._outflow is not None:
+            self._outflow.give_patience(num_unread_bytes)
 
     def write(self, data: bytes) -> None:
         """Send events, in one write, from any callback. To a client that is gone: nothing."""
         assert self._outflow is not None, "begin() comes first"
         transport = self._outflow.transport
         if data and not transport.is_closing():  # an empty chunk would end the body
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+            self._pace.write(transport, b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     async def end(self, data: bytes) -> web.StreamResponse:
         """Send the last events and the terminator of the body in one write.
@@ -138,7 +147,7 @@ class EventResponse:
             await asyncio.wait([over], timeout=every_s or None)
             if not over.done() and every_s:
                 await self.begin()
-                if not self.is_full(0):
+                if self.has_room():
                     self.write(_KEEP_ALIVE)
 
     def _cut_off(self) -> ConnectionError:

@@ -11,12 +11,14 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from ..errors import AsyncLLMError, BodyTooLarge, InvalidRequest
+from ..llm import AsyncLLM
 from ..wire.errors import error_body, error_reply
 from .settings import Settings
 
 log = logging.getLogger(__name__)
 
 SETTINGS = web.AppKey("settings", Settings)
+LLM = web.AppKey("llm", AsyncLLM)
 REQUEST_ID_HEADER = "X-Request-Id"
 MAX_REQUEST_ID_CHARS = 128
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

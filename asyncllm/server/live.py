@@ -30,8 +30,11 @@ class Sink(Protocol):
     @property
     def framing(self) -> Framing: ...
 
-    def is_full(self, num_unread_bytes: int) -> bool:
-        """Whether text must wait."""
+    def has_room(self) -> bool:
+        """Whether text may be written."""
+
+    def give_patience(self, num_unread_bytes: int) -> None:
+        """It has no room, and this much waits for it; a client that takes too long is cut off."""
 
     def write(self, data: bytes) -> None:
         """Send events."""
@@ -157,17 +160,17 @@ class LiveResponse:
         """Turn unread text into a piece, and say it."""
         if self.outcome is not None or self._stream is None:
             return True
-        last = self._stream.last
-        ended = last is not None and last.finish_reason is not None
+        last, ended = self._stream.last, self._stream.ended
         sink, events = self._sink, self._events
         if sink is None or events is None:
             if ended:
                 self._add_piece(self._stream.take_text())
                 self._finish(self._outcome(last))
             return True
-        if not ended and sink.is_full(self._stream.num_unread_bytes):
+        if not ended and not sink.has_room():
+            sink.give_patience(self._stream.num_unread_bytes)
             return False
-        data = self._progress(events)
+        data = b"" if self._stream.progress is self._told else self._progress(events)
         if text := self._stream.take_text():
             if not self._pieces:
                 data += events.opening(2) + events.opening(3)
@@ -193,10 +196,9 @@ class LiveResponse:
 
     def _progress(self, events: Events) -> bytes:
         assert self._stream is not None
-        progress = self._stream.progress
-        if progress is None or progress is self._told:
+        self._told = progress = self._stream.progress
+        if progress is None:
             return b""
-        self._told = progress
         return events.progress(progress.queue_position, progress.num_prompt_tokens, progress.num_computed_tokens)
 
     def _add_piece(self, text: str) -> None:

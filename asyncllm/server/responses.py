@@ -11,9 +11,9 @@ from aiohttp import web
 from ..errors import InvalidRequest
 from ..wire.response_events import EventStream
 from ..wire.responses import decode_response
-from .completions import LLM, check_model
+from .completions import check_model
 from .events import EventResponse
-from .gate import read_body
+from .gate import LLM, read_body
 from .live import RESPONSES, LiveResponse
 
 
@@ -68,7 +68,8 @@ class EventSink:
     def __init__(self, response: EventResponse, *, with_ids: bool) -> None:
         self.framing = EventStream(with_ids=with_ids)
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.is_full = response.is_full
+        self.has_room = response.has_room
+        self.give_patience = response.give_patience
         self._response = response
         self._rest = b""
 

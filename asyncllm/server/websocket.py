@@ -28,9 +28,9 @@ from ..wire.responses import (
     decode_response,
     decode_update,
 )
-from .completions import LLM, check_model
+from .completions import check_model
 from .events import Outflow
-from .gate import SETTINGS
+from .gate import LLM, SETTINGS
 from .live import RESPONSES, LiveResponse, ResponseNotFound, Responses
 from .settings import Settings
 
@@ -150,6 +150,7 @@ class Connection:
         self._settings = settings
         self._socket = socket
         self._outflow = Outflow(transport, settings)
+        self.has_room = self._outflow.has_room
         self._frames: list[bytes] = []
         self._num_bytes = 0
         self._lanes: dict[str | None, Lane] = {}
@@ -166,8 +167,8 @@ class Connection:
     def num_unsent_bytes(self) -> int:
         return self._num_bytes + self._outflow.transport.get_write_buffer_size()
 
-    def is_full(self, num_unread_bytes: int) -> bool:
-        return self._outflow.is_full(self._num_bytes + num_unread_bytes)
+    def give_patience(self, num_unread_bytes: int) -> None:
+        self._outflow.give_patience(self._num_bytes + num_unread_bytes)
 
     def push(self, frames: bytes) -> None:
         """Send frames with whatever else this step has for this socket."""
@@ -177,12 +178,13 @@ class Connection:
             self.llm.pace.mark(self, at_once=True)
 
     def flush(self) -> bool:
-        if self._outflow.is_full(self._num_bytes):
+        if not self.has_room():
+            self._outflow.give_patience(self._num_bytes)
             return False
         data = self._frames[0] if len(self._frames) == 1 else b"".join(self._frames)
         self._frames, self._num_bytes = [], 0
         if data and not self._outflow.transport.is_closing():
-            self._outflow.transport.write(data)
+            self.llm.pace.write(self._outflow.transport, data)
         return True
 
     def refuse(self, error: Exception, stream_id: str | None) -> None:
@@ -291,7 +293,8 @@ class Lane:
         self.queue: deque[Order] = deque()
         self.running: LiveResponse | None = None
         self.write = connection.push
-        self.is_full = connection.is_full
+        self.has_room = connection.has_room
+        self.give_patience = connection.give_patience
         self._connection = connection
         self._task: asyncio.Task[None] | None = None
         self._over: asyncio.Future[None] | None = None
