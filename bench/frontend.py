@@ -424,7 +424,8 @@ def where() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    return {"command": shlex.join(sys.argv), "versions": versions, "machine": platform.machine(), "cpus": os.cpu_count()}
+    hardware = {"machine": platform.machine(), "kernel": platform.release(), "cpus": os.cpu_count()}
+    return {"command": shlex.join(sys.argv), "versions": versions, "hardware": hardware}
 
 
 async def bench(args: argparse.Namespace) -> None:

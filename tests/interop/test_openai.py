@@ -1,0 +1,113 @@
+"""The openai package's responses: whole, streamed, kept, resumed; its WebSocket connection and its lane session."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from ..server.conftest import MODEL, Serve, Served, endless
+
+ROOMY = {"max_model_len": 2100, "num_pages": 4000, "page_size": 16}
+
+
+def client_of(served: Served) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="-", max_retries=0)
+
+
+async def test_responses_whole_and_streamed(serve: Serve) -> None:
+    async with serve("Hello ďábelské 😀.") as served, client_of(served) as client:
+        whole = await client.responses.create(model=MODEL, input="hi", instructions="Be kind.", temperature=0)
+        assert (whole.output_text, whole.status) == ("Hello ďábelské 😀.", "completed")
+        assert whole.usage is not None and whole.usage.total_tokens > whole.usage.output_tokens > 0
+        Response.model_validate(whole.model_dump(), strict=True)
+        stream = await client.responses.create(model=MODEL, input="hi", stream=True)
+        texts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        assert "".join(texts) == whole.output_text
+        async with client.responses.stream(model=MODEL, input=[{"role": "user", "content": "hi"}]) as helper:
+            async for _ in helper:
+                pass
+            assert (await helper.get_final_response()).output_text == whole.output_text
+
+
+async def test_a_conversation_by_previous_response_id(serve: Serve) -> None:
+    async with serve("Hello.") as served, client_of(served) as client:
+        first = await client.responses.create(model=MODEL, input="hi")
+        second = await client.responses.create(model=MODEL, input="and?", previous_response_id=first.id)
+        assert second.previous_response_id == first.id
+        assert (await client.responses.retrieve(first.id)).output_text == "Hello."
+        await client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(first.id)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(model=MODEL, input="x", previous_response_id=first.id)
+        assert caught.value.code == "previous_response_not_found"
+
+
+async def test_resuming_and_cancelling_by_its_own_calls(serve: Serve) -> None:
+    async with serve(endless, **ROOMY) as served, client_of(served) as client:
+        served.runner.hold(permits=8)
+        extra = {"resumable": True}
+        stream = await client.responses.create(model=MODEL, input="hi", stream=True, extra_body=extra)
+        text, number, response_id = "", -1, ""
+        while not text:
+            event = await anext(stream)
+            number = event.sequence_number
+            response_id = event.response.id if event.type == "response.created" else response_id
+            text += event.delta if event.type == "response.output_text.delta" else ""
+        await stream.close()
+        again = await client.responses.retrieve(response_id, stream=True, starting_after=number)
+        served.runner.let_go()
+        cancelling = None
+        async for event in again:
+            assert event.sequence_number == (number := number + 1)
+            if event.type == "response.output_text.delta":
+                text += event.delta
+                cancelling = cancelling or asyncio.create_task(client.responses.cancel(response_id))
+        assert cancelling is not None and (await cancelling).status == "cancelled"
+        assert event.type == "response.incomplete" and event.response.output_text == text
+
+
+async def test_refusals_are_its_own_errors(serve: Serve) -> None:
+    tools: Any = [{"type": "function", "name": "f", "parameters": {}, "strict": False}]
+    async with serve() as served, client_of(served) as client:
+        for fields, param in (({"tools": tools}, "tools"), ({"background": True}, "background")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.responses.create(model=MODEL, input="hi", **fields)
+            assert caught.value.param == param
+
+
+async def test_its_websocket_connection(serve: Serve) -> None:
+    pytest.importorskip("websockets")
+    async with serve("Hello there.") as served, client_of(served) as client, client.responses.connect() as connection:
+        previous = None
+        for _ in range(3):
+            await connection.response.create(model=MODEL, input="hi", previous_response_id=previous)
+            texts = []
+            async for event in connection:
+                if event.type == "response.output_text.delta":
+                    texts.append(event.delta)
+                elif event.type == "response.completed":
+                    previous = event.response.id
+                    break
+            assert "".join(texts) == "Hello there."
+        await connection.response.create(model=MODEL, input="hi", background=True)
+        error = await connection.recv()
+        assert error.type == "error" and error.error.param == "background"
+
+
+async def test_its_lane_session(serve: Serve) -> None:
+    pytest.importorskip("websockets")
+    from openai.lib.responses_websocket import AsyncResponsesWebSocketSession, ResponsesWebSocketLimits
+
+    limits = ResponsesWebSocketLimits(
+        max_lanes=8, max_events_per_lane=128, max_events=512, max_bytes_per_lane=1 << 24, max_bytes=1 << 25
+    )
+    async with serve("Hello there.") as served, client_of(served) as client, client.responses.connect() as connection:
+        async with AsyncResponsesWebSocketSession(connection, limits=limits) as session:
+            lanes = [session.lane(f"lane-{i}") for i in range(4)]
+            for lane in lanes:
+                await lane.send({"type": "response.create", "model": MODEL, "input": "hi"})
+            finals = await asyncio.gather(*[lane.get_final_response() for lane in lanes])
+            assert [final.output_text for final in finals] == ["Hello there."] * 4
