@@ -153,6 +153,7 @@ class Connection:
         self.has_room = self._outflow.has_room
         self._frames: list[bytes] = []
         self._num_bytes = 0
+        self.num_busy = 0  # lanes at work
         self._lanes: dict[str | None, Lane] = {}
         self._opened_s = time.monotonic()
         self._draining = False
@@ -171,7 +172,10 @@ class Connection:
         self._outflow.give_patience(self._num_bytes + num_unread_bytes)
 
     def push(self, frames: bytes) -> None:
-        """Send frames with whatever else this step has for this socket."""
+        """Send frames with whatever else this step has for this socket: at once, if no other lane could have any."""
+        if self.num_busy <= 1 and not self._frames and not self._outflow.transport.is_closing():
+            self.llm.pace.write(self._outflow.transport, frames)
+            return
         self._frames.append(frames)
         self._num_bytes += len(frames)
         if not self.dirty:
@@ -262,7 +266,7 @@ class Connection:
         self.lane_rests()
 
     def lane_rests(self) -> None:
-        if self._draining and self._closing is None and not any(lane.busy for lane in self._lanes.values()):
+        if self._draining and self._closing is None and not self.num_busy:
             self._closing = asyncio.create_task(self.close(WSCloseCode.GOING_AWAY))
 
     async def close(self, code: int) -> None:
@@ -300,14 +304,15 @@ class Lane:
         self._over: asyncio.Future[None] | None = None
         self._order: Order | None = None
 
-    @property
-    def busy(self) -> bool:
-        return self._task is not None
-
     def put(self, kind: str, message: bytes) -> None:
         self.queue.append(Order(kind, message))
         if self._task is None:
-            self._task = asyncio.create_task(self._work())
+            self._start()
+
+    def _start(self) -> None:
+        self._connection.num_busy += 1
+        self._task = asyncio.create_task(self._work())
+        self._task.add_done_callback(self._rest)  # also where it is cancelled before it begins
 
     def cancel(self) -> None:
         """What runs here, or will next; it may not have its response yet."""
@@ -339,14 +344,17 @@ class Lane:
 
     async def _work(self) -> None:
         """Run what is queued, one after the other; the writing is done by callbacks meanwhile."""
-        try:
-            while self.queue:
-                async with self._connection.active:
-                    if self.queue:
-                        await self._run(self.queue.popleft())
-        finally:
-            self._task = None
-            self._connection.lane_rests()
+        while self.queue:
+            async with self._connection.active:
+                if self.queue:
+                    await self._run(self.queue.popleft())
+
+    def _rest(self, task: "asyncio.Task[None]") -> None:
+        self._task = None
+        self._connection.num_busy -= 1
+        if self.queue and not task.cancelled():  # put between its last look and this callback
+            self._start()
+        self._connection.lane_rests()
 
     async def _run(self, order: Order) -> None:
         self._order = order
