@@ -152,6 +152,7 @@ class AsyncLLM:
         self._inbox = inbox
         self._outbox = outbox
         self._mailboxes: dict[str, Mailbox] = {}
+        self._finishing: set[str] = set()  # ended by a stop string; the engine's word is still to come
         self._empty = asyncio.Event()
         self._empty.set()
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="asyncllm-text")
@@ -377,6 +378,7 @@ class AsyncLLM:
         for delta in deltas:
             mailbox = get(delta.request_id)
             if mailbox is None:
+                self._note_overrun(delta)
                 continue
             if isinstance(delta, Progress):
                 mailbox.note_progress(delta)
@@ -385,10 +387,17 @@ class AsyncLLM:
                 gaps[mailbox.seen_s] = gaps.get(mailbox.seen_s, 0) + 1
                 mailbox.seen_s = now_s
             if mailbox.deliver(delta) and delta.finish_reason is None:
+                self._finishing.add(delta.request_id)
                 self._inbox.put(Finish(delta.request_id))
             if mailbox.ended:
                 self._forget(delta.request_id)
         self.totals.add_gaps(now_s)
+
+    def _note_overrun(self, delta: Delta | Progress) -> None:
+        """The engine's own end of a sequence that a stop string ended here has the times of it."""
+        if isinstance(delta, Delta) and delta.finish_reason is not None and delta.request_id in self._finishing:
+            self._finishing.remove(delta.request_id)
+            self.totals.add_times(delta)
 
     def _fail(self, request_id: str, error: AsyncLLMError) -> None:
         self._mailboxes[request_id].fail(error)

@@ -40,14 +40,17 @@ class Totals:
         self.num_prompt_tokens += last.num_prompt_tokens
         self.num_cached_tokens += last.num_cached_tokens
         self.num_output_tokens += last.num_output_tokens
-        if last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and last.timings is not None:
-            times = last.timings
-            if times.first_token_s:
-                self.queue.add(times.admitted_s - times.arrival_s)
-                self.prefill.add(times.first_token_s - times.admitted_s)
-                self.first_token.add(times.first_token_s - times.arrival_s)
-                self.decode.add(times.finished_s - times.first_token_s)
-                self.whole.add(times.finished_s - times.arrival_s)
+        if last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.add_times(last)
+
+    def add_times(self, last: Delta) -> None:
+        """The histograms' part. A stop string's end has no times of its own: they come with the engine's."""
+        if (times := last.timings) is not None and times.first_token_s:
+            self.queue.add(times.admitted_s - times.arrival_s)
+            self.prefill.add(times.first_token_s - times.admitted_s)
+            self.first_token.add(times.first_token_s - times.arrival_s)
+            self.decode.add(times.finished_s - times.first_token_s)
+            self.whole.add(times.finished_s - times.arrival_s)
 
     def add_gaps(self, now_s: float) -> None:
         """The step whose tokens came at now_s has been delivered."""
