@@ -8,14 +8,47 @@ import asyncio
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from .errors import QueueFull
 from .types import Delta, Progress, Submission
 
-Deltas = tuple[Delta | Progress, ...]
+# What a plain token's delta says of its sequence: request_id, num_prompt_tokens, num_cached_tokens.
+Told = tuple[str, int, int]
+Token = tuple[Told, int, int]  # told, token id, num_output_tokens
+
+
+class Deltas:
+    """What one step has to tell. Frozen; the loop iterates.
+
+    A token of a sequence that goes on, which nearly all are, comes as a tuple and becomes a Delta when the loop
+    looks: the GPU thread pays 0.1 us for it instead of 0.5, 256 times a step, and the loop has the time.
+    """
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, entries: Sequence[Delta | Progress | Token] = ()) -> None:
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Delta | Progress]:
+        for entry in self._entries:
+            yield _delta(*entry) if isinstance(entry, tuple) else entry
+
+
+def _delta(told: Told, token_id: int, num_output_tokens: int) -> Delta:
+    request_id, num_prompt_tokens, num_cached_tokens = told
+    return Delta(
+        request_id=request_id,
+        token_ids=(token_id,),
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=num_cached_tokens,
+        num_output_tokens=num_output_tokens,
+    )
 
 
 class Submit(msgspec.Struct, frozen=True):

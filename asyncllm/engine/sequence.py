@@ -16,6 +16,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bridge import Told
 from ..types import Delta, FinishReason, Submission, Timings
 from .batch import NO_TOKEN, NewRow
 from .radix import Node
@@ -41,12 +42,14 @@ class Sequence:
         self.num_in_flight = 0  # steps in flight that name this sequence
         self.slot = 0  # 0: holds none
         self.pages: list[int] = []  # the row of the page table
+        self.num_places = 0  # tokens that `pages` hold
         self.private: set[int] = set()  # those of `pages` that the tree does not own
         self.node: Node | None = None  # locked in the tree
         self.num_published = 0  # leading pages offered to the tree
         self.finish_reason: FinishReason | None = None
         self.admitted_s = 0.0
         self.first_token_s = 0.0
+        self.told: Told | None = None  # from the first token on
 
     def __repr__(self) -> str:
         return (
@@ -91,7 +94,7 @@ class Sequence:
 
     def leave_device(self) -> None:
         """Forget slot, pages and progress; the tokens stay. The scheduler has given them back."""
-        self.slot = self.computed_len = self.planned_len = self.num_published = 0
+        self.slot = self.computed_len = self.planned_len = self.num_published = self.num_places = 0
         self.pages, self.private, self.node = [], set(), None
 
     def delta(self, token_ids: tuple[int, ...], error: Exception | None = None) -> Delta:
