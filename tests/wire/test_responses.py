@@ -1,0 +1,110 @@
+"""Responses on the wire: frames, numbered events, and what their requests are checked for."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from asyncllm.errors import InvalidRequest
+from asyncllm.wire import responses
+from asyncllm.wire.frames import text_frame
+from asyncllm.wire.response_events import Events, EventStream, Head, Outcome, SocketFrames, error_frame, num_opening
+from asyncllm.wire.sse import Decoder
+
+OUTCOMES = [
+    Outcome(status="completed", num_output_tokens=3),
+    Outcome(status="incomplete", reason="max_output_tokens"),
+    Outcome(status="cancelled"),
+    Outcome(status="failed", error={"code": "server_error", "message": "no"}),
+]
+
+
+def head() -> Head:
+    request = responses.decode_response(b'{"input": "hi", "metadata": {"a": "b"}}')
+    return Head(id="resp_1", item_id="msg_1", created_at=5, model="m", echo=responses.echo(request))
+
+
+def script(framing: Any, pieces: list[str], outcome: Outcome) -> list[bytes]:
+    """Every event of a response."""
+    events = Events(head(), framing)
+    said = [events.opening(number) for number in range(num_opening(len(pieces), outcome))]
+    said += [events.delta(i, piece) for i, piece in enumerate(pieces)]
+    return said + events.closing(len(pieces), "".join(pieces), outcome)
+
+
+def unframed(frame: bytes) -> Any:
+    assert frame[0] == 0x81
+    size = {126: 2, 127: 8}.get(frame[1], 0)
+    length = int.from_bytes(frame[2 : 2 + size]) if size else frame[1]
+    payload = frame[2 + size :]
+    assert len(payload) == length
+    return json.loads(payload)
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES, ids=lambda outcome: outcome.status)
+@pytest.mark.parametrize("pieces", [[], ["Hel", 'lo "😀"\n']], ids=["silent", "text"])
+def test_events_are_openais_numbered_and_the_same_in_both_framings(pieces: list[str], outcome: Outcome) -> None:
+    decoder = Decoder()
+    events = [event for said in script(EventStream(), pieces, outcome) for event in decoder.feed(said)]
+    bodies = [json.loads(event.data) for event in events]
+    assert [event.type for event in events] == [body["type"] for body in bodies]
+    assert [body["sequence_number"] for body in bodies] == list(range(len(bodies)))
+    for body in bodies:
+        TypeAdapter(ResponseStreamEvent).validate_python(body, strict=True)
+    Response.model_validate(bodies[-1]["response"], strict=True)
+    framed = [unframed(said) for said in script(SocketFrames("a.b"), pieces, outcome)]
+    assert framed == [body | {"stream_id": "a.b"} for body in bodies]
+    assert [unframed(said) for said in script(SocketFrames(None), pieces, outcome)] == bodies
+
+
+def test_ids_stand_on_numbered_events_alone() -> None:
+    events = Events(head(), EventStream(with_ids=True))
+    [delta] = Decoder().feed(events.delta(0, "x"))
+    [progress] = Decoder().feed(events.progress(3, 10, 0))
+    assert (delta.id, progress.id) == ("4", "")
+    assert json.loads(progress.data)["queue_position"] == 3
+
+
+@pytest.mark.parametrize("num", [0, 1, 125, 126, 127, 65535, 65536, 70000])
+def test_frames_of_every_length(num: int) -> None:
+    assert unframed(text_frame(json.dumps("x" * num).encode())) == "x" * num
+
+
+def test_an_error_frame_names_its_lane() -> None:
+    body = b'{"error":{"message":"m","type":"t","param":null,"code":"c"}}'
+    error = {"message": "m", "type": "t", "param": None, "code": "c"}
+    assert unframed(error_frame(404, body, "a")) == {"type": "error", "status": 404, "stream_id": "a", "error": error}
+    assert "stream_id" not in unframed(error_frame(404, body, None))
+
+
+def test_input_becomes_messages() -> None:
+    items = [
+        {"role": "developer", "content": "d"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": []}], "id": "msg_1"},
+    ]
+    request = responses.decode_response(json.dumps({"input": items}).encode())
+    assert responses.input_messages(request) == [
+        {"role": "system", "content": "d"},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+@pytest.mark.parametrize("value", ["", "a b", "x" * 257, 3, ["a"], "ä", "a\n"])
+def test_lanes_names_are_checked(value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        responses.check_stream_id(value)
+    assert (caught.value.code, caught.value.param) == ("invalid_stream_id", "stream_id")
+
+
+@pytest.mark.parametrize(("decode", "body"), [
+    (responses.decode_update, b'{"max_output_tokens": 0}'), (responses.decode_update, b'{"stop": 3}'),
+    (responses.decode_attach, b"{}"), (responses.decode_attach, b'{"response_id": "x", "starting_after": "1"}'),
+    (responses.decode_cancel, b'{"response_id": 3}'), (responses.decode_envelope, b"[]"),
+])  # fmt: skip
+def test_messages_are_checked(decode: Any, body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        decode(body)
