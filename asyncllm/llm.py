@@ -5,10 +5,11 @@ Loop thread. It turns ids into text and finds stop strings; it never knows HTTP,
 
 import asyncio
 import copy
+import re
 import secrets
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any, Self
 
 import msgspec
 
-from .bridge import Abort, Close, EngineStats, Finish, Inbox, Outbox, Submit, Update
+from .bridge import Abort, Close, Deltas, EngineStats, Finish, Inbox, Outbox, Submit, Update
 from .errors import Aborted, AsyncLLMError, Draining, InvalidRequest, QueueFull
 from .mailbox import Mailbox
 from .pace import Pace, Policy, Reader
@@ -31,6 +32,7 @@ Messages = Sequence[dict[str, Any]]
 
 # Above this many characters a prompt is tokenised in a worker thread: about 1 ms of the loop's time.
 INLINE_CHARS = 2048
+INLINE_MESSAGES = 32
 # Deltas taken in one go, at 0.7 us each, or three where there are stop strings. Fewer, and at 4,096 rows the
 # flushes between the turns let the engine run half a second ahead.
 ROWS_A_TURN = 1024
@@ -160,7 +162,7 @@ class AsyncLLM:
         self._draining_began = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.pace = Pace(self._loop, pace)
-        self._rest: deque[Delta | Progress] = deque()  # of the step being delivered
+        self._rest: Deltas = ()  # of the step being delivered
         outbox.bind(self._loop, self._receive)
 
     def __repr__(self) -> str:
@@ -218,6 +220,8 @@ class AsyncLLM:
             ContextTooLong: as encode().
         """
         self._check_open()
+        if not all(isinstance(message, dict) for message in messages):
+            raise InvalidRequest("messages must be dicts with a role and a content", "messages")
         if self.chat_template is None:
             raise InvalidRequest("this model has no chat template; use completions", "messages")
         encode = partial(
@@ -238,7 +242,7 @@ class AsyncLLM:
             QueueFull, Draining, EngineDead: not now.
         """
         self._check_open()
-        submission = self._submission(tuple(prompt_ids), params, wants_progress)
+        submission = self._submission(_ids(prompt_ids), _of_right_kinds(params), wants_progress)
         if problem := submission.problem(self.limits):
             raise InvalidRequest(problem.message, problem.param)
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
@@ -364,17 +368,17 @@ class AsyncLLM:
             if not self._rest:
                 if (step := self._outbox.take()) is None:
                     return
-                put_s, deltas = step
-                self._rest.extend(deltas)
-                self.pace.step(put_s, len(deltas))
-            rows = min(num_left, len(self._rest))
-            num_left -= rows
-            self._deliver([self._rest.popleft() for _ in range(rows)])
+                put_s, self._rest = step
+                self.pace.step(put_s, len(self._rest))
+            rows, self._rest = self._rest[:num_left], self._rest[num_left:]
+            num_left -= len(rows)
+            self._deliver(rows)
         self._loop.call_soon(self._receive)
 
-    def _deliver(self, deltas: Iterable[Delta | Progress]) -> None:
+    def _deliver(self, deltas: Deltas) -> None:
         """Those of requests that have ended here are the engine's overrun: dropped."""
-        get, now_s, gaps = self._mailboxes.get, time.monotonic(), self.totals.gaps
+        get, now_s = self._mailboxes.get, time.monotonic()
+        since_s, num_since = 0.0, 0  # rows whose last token came with the same step stand together
         for delta in deltas:
             mailbox = get(delta.request_id)
             if mailbox is None:
@@ -384,14 +388,17 @@ class AsyncLLM:
                 mailbox.note_progress(delta)
                 continue
             if delta.token_ids:
-                gaps[mailbox.seen_s] = gaps.get(mailbox.seen_s, 0) + 1
+                if mailbox.seen_s != since_s:
+                    self.totals.add_gap(now_s, since_s, num_since)
+                    since_s, num_since = mailbox.seen_s, 0
+                num_since += 1
                 mailbox.seen_s = now_s
             if mailbox.deliver(delta) and delta.finish_reason is None:
                 self._finishing.add(delta.request_id)
                 self._inbox.put(Finish(delta.request_id))
             if mailbox.ended:
                 self._forget(delta.request_id)
-        self.totals.add_gaps(now_s)
+        self.totals.add_gap(now_s, since_s, num_since)
 
     def _note_overrun(self, delta: Delta | Progress) -> None:
         """The engine's own end of a sequence that a stop string ended here has the times of it."""
@@ -435,6 +442,8 @@ class LLM:
 
         Raises: as AsyncLLM.submit; the first error ends them all.
         """
+        if isinstance(prompts, str):
+            raise InvalidRequest("prompts must be a list; generate([prompt]) takes one", "prompts")
         ask = self._llm.generate
         return self._runner.run(self._gather([partial(ask, prompt, params, **fields) for prompt in prompts]))
 
@@ -492,5 +501,33 @@ def _matcher(stop: Sequence[str]) -> StopMatcher | None:
 
 
 def _num_chars(messages: Messages) -> int:
-    """Enough to tell a short conversation from a long one; nested parts count by their repr."""
-    return sum(len(str(message.get("content"))) for message in messages)
+    """Enough to tell a short conversation from a long one, everything in it counted by its repr."""
+    return INLINE_CHARS + 1 if len(messages) > INLINE_MESSAGES else sum(len(str(message)) for message in messages)
+
+
+def _ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    """Plain ints, whatever kind of sequence they come in; in C, as a prompt may have 100,000.
+
+    Raises:
+        InvalidRequest: something else is among them.
+    """
+    try:
+        if isinstance(prompt_ids, str | bytes | bytearray):
+            raise TypeError("a prompt is a str or a sequence of token ids")
+        return tuple(array("q", prompt_ids))
+    except (TypeError, OverflowError) as error:
+        raise InvalidRequest(f"the prompt's token ids must be integers: {error}", "prompt") from None
+
+
+def _of_right_kinds(params: SamplingParams) -> SamplingParams:
+    """A struct made by hand is not checked by msgspec: an int where a float may stand, a str where a tuple must not.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    fields = msgspec.structs.asdict(params)
+    try:
+        return msgspec.convert(fields, SamplingParams)
+    except msgspec.ValidationError as error:
+        name = re.search(r"\$\.(\w+)", str(error))
+        raise InvalidRequest(str(error), name and name[1]) from None

@@ -8,6 +8,7 @@ takes them. So a reader who comes every fifth step pays for one decoding and one
 
 import asyncio
 import copy
+import logging
 
 import msgspec
 
@@ -16,6 +17,8 @@ from .pace import Pace, Reader
 from .text.detokenizer import Detokenizer
 from .text.stop import StopMatcher
 from .types import Delta, FinishReason, Progress, Submission
+
+log = logging.getLogger(__name__)
 
 # What an id that nobody has read takes: an int and a place in a list.
 BYTES_PER_UNREAD_TOKEN = 36
@@ -42,14 +45,20 @@ class Mailbox:
     # -- from the engine --
 
     def deliver(self, delta: Delta) -> bool:
-        """Take one delta. True if its text met a stop string, which ends the request here and now."""
-        if delta.finish_reason is None and self._stop is None:
+        """Take one delta. True if its text ends the request here and now: it met a stop string, or broke."""
+        if delta.finish_reason is None and self._stop is None and not self.ended:
             self._token_ids += delta.token_ids
             is_first, self.last, self._unread = self.last is None, delta, True
             if (reader := self.reader) is not None and (is_first or not reader.dirty):
                 self._mark(reader, at_once=is_first)
             return False
-        stopped = self._find_stop(delta)
+        if self.ended:  # its text had broken
+            return True
+        try:
+            stopped = self._find_stop(delta)
+        except Exception as error:
+            self._break(error)
+            return True
         self._note(delta if stopped is None else stopped)
         return stopped is not None
 
@@ -87,10 +96,14 @@ class Mailbox:
     def take_text(self) -> str:
         """All unread text; the ids are dropped. The state beside it is in `last`."""
         self._unread = False
-        if not self._num_spelled and not self._text:  # nearly always
-            ids, self._token_ids = self._token_ids, []
-            return self._detokenizer.push(ids)
-        self._spell()
+        try:
+            if not self._num_spelled and not self._text:  # nearly always
+                ids, self._token_ids = self._token_ids, []
+                return self._detokenizer.push(ids)
+            self._spell()
+        except Exception as error:
+            self._break(error)
+            return ""
         text = "".join(self._text)
         self._token_ids, self._text, self._num_spelled = [], [], 0
         return text
@@ -147,6 +160,12 @@ class Mailbox:
             new = self._token_ids[self._num_spelled :] if self._num_spelled else self._token_ids
             self._text.append(self._detokenizer.push(new))
             self._num_spelled = len(self._token_ids)
+
+    def _break(self, error: Exception) -> None:
+        """A tokenizer's fault is this request's alone: it ends with an error, and no other hears of it."""
+        log.error("the text of request %s cannot be made", self.submission.request_id, exc_info=error)
+        self._token_ids, self._text, self._num_spelled = [], [], 0
+        self.fail(AsyncLLMError("the answer's tokens could not be turned into text"))
 
     def _visible_text(self, token_id: int, delta: Delta) -> str:
         # The stop id itself is counted but never shown, special or not.

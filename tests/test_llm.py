@@ -10,7 +10,7 @@ import pytest
 
 import asyncllm
 from asyncllm import build
-from asyncllm.errors import Aborted, ContextTooLong, Draining, EngineDead, InvalidRequest, QueueFull
+from asyncllm.errors import Aborted, AsyncLLMError, ContextTooLong, Draining, EngineDead, InvalidRequest, QueueFull
 from asyncllm.llm import AsyncLLM
 from asyncllm.text.chat import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
@@ -200,6 +200,48 @@ async def test_unseeded_requests_differ_and_seeds_are_64_bits(tokenizer: Tokeniz
             stream.abort()
 
 
+class Breaking:
+    """A detokenizer that fails as a library may."""
+
+    def push(self, token_ids: Any) -> str:
+        raise ValueError("no such token")
+
+    finish = push
+
+
+@pytest.mark.parametrize("stop", [(), ("zzz",)], ids=["read", "delivered"])
+async def test_text_that_cannot_be_made_ends_its_request_alone(tokenizer: Tokenizer, stop: Any, caplog: Any) -> None:
+    async with scripted_llm(tokenizer) as (llm, runner):
+        runner.hold()
+        bad = await llm.generate("Hi", ignore_eos=True, stop=stop)
+        bad._mailbox._detokenizer = Breaking()  # type: ignore[assignment]
+        good = await llm.generate("Hi", ignore_eos=True, max_tokens=20)
+        runner.let_go()
+        with pytest.raises(AsyncLLMError, match="could not be turned into text"):
+            await bad.result()
+        assert len((await good.result()).token_ids) == 20
+        assert len((await (await llm.generate("Hi", ignore_eos=True, max_tokens=3)).result()).token_ids) == 3
+        await until_idle(llm)
+        assert llm.totals.finished == {"error": 1, "length": 2} and "cannot be made" in caplog.text
+
+
+async def test_values_of_the_wrong_kind_are_told_by_name(tokenizer: Tokenizer) -> None:
+    async with scripted_llm(tokenizer) as (llm, runner):
+        prompts: list[Any] = [[1.5], [float("nan")], ["a"], b"abc", None, 5, [2**70]]
+        for prompt in prompts:
+            with pytest.raises(InvalidRequest) as caught:
+                await llm.generate(prompt)
+            assert caught.value.param == "prompt"
+        for field, value in (("seed", 1.5), ("seed", "x"), ("max_tokens", 2.5), ("top_k", 2.5), ("stop", "abc"),
+                             ("stop_token_ids", (1.5,)), ("temperature", None)):  # fmt: skip
+            with pytest.raises(InvalidRequest) as caught:
+                llm.submit([1, 2], SamplingParams(**{field: value}))  # type: ignore[arg-type]
+            assert caught.value.param == field
+        with pytest.raises(InvalidRequest):
+            await llm.chat([5])  # type: ignore[list-item]
+        assert runner.batches == []
+
+
 async def test_a_start_that_is_cancelled_lets_its_engine_go(tokenizer: Tokenizer) -> None:
     loading, go_on = threading.Event(), threading.Event()
     config = engine_config()
@@ -230,9 +272,10 @@ async def test_a_stuck_step_does_not_keep_the_program(tokenizer: Tokenizer, monk
     never = threading.Event()
     async with scripted_llm(tokenizer) as (llm, runner):
         runner.on_result = lambda batch: never.wait(30) and None
-        await llm.generate("Hi", ignore_eos=True)
+        stream = await llm.generate("Hi", ignore_eos=True)
         await until(lambda: llm.stats.step > 0)
     never.set()
+    del stream
     assert "a step is stuck" in caplog.text
     assert await asyncio.to_thread(runner.closed.wait, 30)
 

@@ -11,8 +11,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
@@ -30,7 +28,7 @@ from ..wire.responses import (
 )
 from .completions import check_model
 from .events import Outflow
-from .gate import LLM, SETTINGS
+from .gate import LLM, SETTINGS, check_density, check_origin
 from .live import RESPONSES, LiveResponse, ResponseNotFound, Responses
 from .settings import Settings
 
@@ -50,7 +48,7 @@ class SocketLimit(InvalidRequest):
 async def upgrade(request: web.Request) -> web.StreamResponse:
     """GET /v1/responses: a socket's life. Refused before the upgrade, while there is a status to say it with."""
     settings, sockets = request.app[SETTINGS], request.app[SOCKETS]
-    _check_origin(request)
+    check_origin(request)
     sockets.check_open()
     socket = web.WebSocketResponse(
         compress=False,  # a deflate for each token
@@ -204,6 +202,7 @@ class Connection:
         """One message of the client's."""
         stream_id = None
         try:
+            check_density(message, self.llm.limits)
             envelope = decode_envelope(message)
             stream_id = check_stream_id(envelope.stream_id)
             self._dispatch(envelope.type, stream_id, message)
@@ -391,10 +390,3 @@ def _is_utf8(message: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _check_origin(request: web.Request) -> None:
-    """A foreign web page may open sockets to anywhere, with no word from the browser but this header."""
-    origin: Any = request.headers.get("Origin")
-    if origin is not None and urlsplit(origin).netloc != request.host:
-        raise web.HTTPForbidden(text="this page is not of this server")

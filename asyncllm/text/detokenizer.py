@@ -14,6 +14,8 @@ from typing import Protocol
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
+from ..errors import AsyncLLMError
+
 MAX_HELD_TOKENS = 16
 
 
@@ -80,7 +82,12 @@ class StreamDetokenizer:
         return "\ufffd" if held and self._backend.decode(held, skip_special_tokens=self._skip) else ""
 
     def _step(self, token_id: int) -> str:
-        text = self._stream.step(self._backend, token_id)
+        try:
+            text = self._stream.step(self._backend, token_id)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the library panics, some decoders by their configuration; no Exception, that
+            raise AsyncLLMError(f"token id {token_id} cannot be decoded: {error}") from error
         if text is not None:
             self._held.clear()
             return str(text)

@@ -10,6 +10,7 @@ import msgspec
 
 from ..errors import InvalidRequest
 from ..types import SamplingParams
+from .messages import MAX_MESSAGES
 from .requests import Int, StreamOptions, decode, sampling_params
 from .unserved import RESPONSES
 
@@ -174,6 +175,8 @@ def input_messages(request: ResponseRequest) -> list[dict[str, Any]]:
         return [{"role": "user", "content": request.input}]
     if not request.input:
         raise InvalidRequest("'input' must be a text or hold at least one message", "input")
+    if len(request.input) > MAX_MESSAGES:
+        raise InvalidRequest(f"'input' takes at most {MAX_MESSAGES} items, got {len(request.input)}", "input")
     return [_message(item, f"input[{i}]") for i, item in enumerate(request.input)]
 
 

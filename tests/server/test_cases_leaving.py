@@ -109,7 +109,8 @@ async def test_a_reader_that_does_not_read_is_cut_off_and_holds_nobody_up(serve:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         options = {"continuous_usage_stats": True}
         body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 29_000, "stream_options": options}).encode()
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         stuck.sendall(head.encode() + body)
         await until(lambda: served.llm.num_live == 1)
         assert (await served.complete("y", stream=True)).status == 200

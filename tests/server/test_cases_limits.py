@@ -166,8 +166,27 @@ async def test_in_1_content_types(serve: Serve) -> None:
         raw.writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
         )
-        assert await raw.status() == 200  # no content type at all
+        assert await raw.status() == 415  # no content type at all: a foreign page can send that unasked
         raw.leave()
+        foreign = {"Content-Type": "application/json", "Origin": "http://evil.example"}
+        for headers in (foreign, foreign | {"Origin": "http://["}):
+            assert (await served.post(TEXT, data=body, headers=headers)).status == 403
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"messages": [' + ",".join(['{"role":"user","content":""}'] * 200_000) + "]}",
+        '{"messages": [{"role": "user", "content": "x"}], "stop": [' + ",".join(['"a"'] * 600_000) + "]}",
+        json.dumps({"messages": [{"role": "user", "content": ""}] * 5000}),
+        json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2000}]}),
+    ],
+    ids=["objects", "values", "messages", "parts"],
+)
+async def test_conc_1_more_elements_than_a_prompt_needs_are_refused(serve: Serve, body: str) -> None:
+    async with serve() as served:
+        answer = await served.post(CHAT, data=body.encode(), headers={"Content-Type": "application/json"})
+        assert answer.status == 400 and answer.error["type"] == "invalid_request_error"
 
 
 async def test_in_1_methods_and_paths(serve: Serve) -> None:

@@ -153,7 +153,8 @@ async def test_a_reader_that_stops_among_live_ones_is_bounded_and_freed(serve: S
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         options = {"continuous_usage_stats": True}
         body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 29_000, "stream_options": options}).encode()
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         stuck.sendall(head.encode() + body)
         await until(lambda: served.llm.num_live == 1)
         while not served.llm.totals.finished["abort"]:
