@@ -11,9 +11,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,8 +66,9 @@ def load(model: str | None = None, **options: Any) -> LLM:
 @asynccontextmanager
 async def serving(config: Config) -> AsyncIterator[AsyncLLM]:
     """The engine of a Config, from loading to the last joined thread."""
-    folder = await asyncio.to_thread(hub.resolve, config.model)
-    tokenizer, template = await asyncio.to_thread(_load_words, folder)
+    with _told_as_model_errors(config.model or "the default model"):
+        folder = await asyncio.to_thread(hub.resolve, config.model)
+        tokenizer, template = await asyncio.to_thread(_load_words, folder)
     engine_config, limits = _decide(config, folder, tokenizer)
     log.info(
         "%s: %s, %s, %d threads, pages of %d tokens",
@@ -175,6 +176,27 @@ class GpuThread:
             self._on_death(EngineDead("the engine has died; the server must be restarted"))
 
 
+@contextmanager
+def _told_as_model_errors(model: str) -> Iterator[None]:
+    """A model's files may hold anything: null for a number, a list for an object, bytes that are no text.
+
+    Raises:
+        ModelError: naming the model and what was met, in place of any error that names neither.
+    """
+    try:
+        yield
+    except AsyncLLMError:
+        raise
+    except MemoryError as error:
+        raise ModelError(f"not enough memory for {model}: {error}; lower max_running or num_pages") from error
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{model} cannot be read as a model: {type(error).__name__}: {error}") from error
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and number > 0
+
+
 def _is_hub_id(model: str | None) -> bool:
     return model is not None and not Path(model).expanduser().exists()
 
@@ -186,8 +208,13 @@ def _load_words(folder: Path) -> tuple[Tokenizer, ChatTemplate | None]:
 def _decide(config: Config, folder: Path, tokenizer: Tokenizer) -> tuple[EngineConfig, EngineLimits]:
     from .models.config import ModelConfig
 
-    model = ModelConfig.from_folder(folder)
-    engine_config = configs.resolve(config, model.facts(), _machine(config.device))
+    with _told_as_model_errors(folder.name):
+        model = ModelConfig.from_folder(folder)
+        facts = model.facts()
+        numbers = {"vocab_size": model.vocab_size, **msgspec.structs.asdict(facts)}
+        if wrong := [name for name, number in numbers.items() if name != "dtype" and not _is_count(number)]:
+            raise ValueError(f"{wrong[0]} must be a number above 0, not {numbers[wrong[0]]!r}")
+    engine_config = configs.resolve(config, facts, _machine(config.device))
     limits = EngineLimits(
         # A padded head has logits without a token, a cut one tokens without a logit; neither may be drawn.
         vocab_size=min(tokenizer.vocab_size, model.vocab_size),
@@ -259,7 +286,8 @@ def _make_runner(folder: Path, config: EngineConfig, limits: EngineLimits) -> Ru
     if config.device == "cpu":
         from .runner.runner import build_runner
 
-        return build_runner(folder, config, limits.vocab_size)
+        with _told_as_model_errors(folder.name):
+            return build_runner(folder, config, limits.vocab_size)
     from .models.config import ModelConfig
     from .runner.cuda import build_cuda_runner
 

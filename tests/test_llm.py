@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -304,3 +305,27 @@ def test_what_cannot_be_loaded_raises(tmp_path: Path) -> None:
         asyncllm.load(pages=3)
     with pytest.raises(asyncllm.errors.ModelError, match="no-such"):
         asyncllm.load(str(tmp_path / "no-such"))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", {"vocab_size": None}), ("config.json", {"vocab_size": "512"}),
+        ("config.json", {"num_hidden_layers": 0}), ("config.json", {"num_attention_heads": None}),
+        ("config.json", {"max_position_embeddings": None}), ("config.json", {"rms_norm_eps": "x"}),
+        ("config.json", {"rope_parameters": 5}), ("config.json", "[" * 100_000),
+        ("generation_config.json", {"eos_token_id": ["x"]}), ("tokenizer.json", b"\xff\xfe"),
+        ("chat_template.jinja", b"\xff\xfe"), ("tokenizer_config.json", {"chat_template": [{"template": "x"}]}),
+        ("model.safetensors.index.json", {"weight_map": 5}),
+    ],
+)  # fmt: skip
+def test_a_folder_of_nonsense_is_a_model_error(tmp_path: Path, file: str, content: Any) -> None:
+    folder = make_checkpoint(tmp_path / "tiny")
+    path = folder / file
+    if isinstance(content, dict):
+        old = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(old | content))
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(asyncllm.errors.ModelError):
+        asyncllm.load(str(folder), threads=1)

@@ -225,6 +225,8 @@ def _eos_ids(folder: Path, backend: Backend) -> tuple[int, ...]:
         if isinstance(ids, int):
             return (ids,)
         if isinstance(ids, list) and ids:
+            if not all(isinstance(token_id, int) for token_id in ids):
+                raise ModelError(f"{name} names an eos_token_id that is no number: {ids}")
             return tuple(ids)
     token = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
     token_id = backend.token_to_id(token) if token else None
