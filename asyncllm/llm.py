@@ -9,15 +9,16 @@ import re
 import secrets
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from itertools import islice
 from typing import Any, Self
 
 import msgspec
 
-from .bridge import Abort, Close, Deltas, EngineStats, Finish, Inbox, Outbox, Submit, Update
+from .bridge import Abort, Close, EngineStats, Finish, Inbox, Outbox, Submit, Update
 from .errors import Aborted, AsyncLLMError, Draining, InvalidRequest, QueueFull
 from .mailbox import Mailbox
 from .pace import Pace, Policy, Reader
@@ -162,7 +163,8 @@ class AsyncLLM:
         self._draining_began = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.pace = Pace(self._loop, pace)
-        self._rest: Deltas = ()  # of the step being delivered
+        self._rest: Iterator[Delta | Progress] = iter(())  # of the step being delivered
+        self._num_rest = 0
         outbox.bind(self._loop, self._receive)
 
     def __repr__(self) -> str:
@@ -365,17 +367,19 @@ class AsyncLLM:
         """Deliver what the engine has put, a turn of the loop for each ROWS_A_TURN deltas."""
         num_left = ROWS_A_TURN
         while num_left > 0:
-            if not self._rest:
+            if not self._num_rest:
                 if (step := self._outbox.take()) is None:
                     return
-                put_s, self._rest = step
-                self.pace.step(put_s, len(self._rest))
-            rows, self._rest = self._rest[:num_left], self._rest[num_left:]
-            num_left -= len(rows)
-            self._deliver(rows)
+                put_s, deltas = step
+                self._rest, self._num_rest = iter(deltas), len(deltas)
+                self.pace.step(put_s, self._num_rest)
+            rows = min(num_left, self._num_rest)
+            num_left -= rows
+            self._num_rest -= rows
+            self._deliver(islice(self._rest, rows))
         self._loop.call_soon(self._receive)
 
-    def _deliver(self, deltas: Deltas) -> None:
+    def _deliver(self, deltas: Iterable[Delta | Progress]) -> None:
         """Those of requests that have ended here are the engine's overrun: dropped."""
         get, now_s = self._mailboxes.get, time.monotonic()
         since_s, num_since = 0.0, 0  # rows whose last token came with the same step stand together

@@ -85,7 +85,8 @@ class Pace:
         reader.dirty = True
         if at_once or not self.gathering:
             self._now.append(reader)
-            self._flush_soon()
+            if not self._flushing:
+                self._flush_soon()
         else:
             self._later.append(reader)
             self._tick_later()

@@ -29,9 +29,6 @@ class Totals:
         self.prefill = Histogram(_REQUEST_BOUNDS_S)
         self.decode = Histogram(_REQUEST_BOUNDS_S)
         self.whole = Histogram(_REQUEST_BOUNDS_S)
-        # Rows of one step whose last token came with the same earlier step: a histogram's line for each row
-        # would cost more than all else that is done for it.
-        self.gaps: dict[float, int] = {}
 
     def add(self, last: Delta) -> None:
         """A sequence has ended."""
@@ -52,9 +49,10 @@ class Totals:
             self.decode.add(times.finished_s - times.first_token_s)
             self.whole.add(times.finished_s - times.arrival_s)
 
-    def add_gaps(self, now_s: float) -> None:
-        """The step whose tokens came at now_s has been delivered."""
-        for since_s, times in self.gaps.items():
-            if since_s:  # 0: a first token
-                self.between_tokens.add(now_s - since_s, times)
-        self.gaps.clear()
+    def add_gap(self, now_s: float, since_s: float, times: int) -> None:
+        """So many tokens have come at now_s, each the next of one that came at since_s; 0: the first of theirs.
+
+        Counted together, as a histogram's line for each token would cost more than all else that is done for it.
+        """
+        if since_s and times:
+            self.between_tokens.add(now_s - since_s, times)

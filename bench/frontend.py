@@ -95,11 +95,11 @@ def answer_marks(ticker: Ticker, more: Callable[[], dict[str, Any]] = dict) -> N
 
 
 async def serve_ours(args: argparse.Namespace) -> None:
-    from asyncllm.bridge import Abort, Inbox, Outbox, Submit
+    from asyncllm.bridge import Abort, Deltas, Inbox, Outbox, Submit, Token
     from asyncllm.llm import AsyncLLM
     from asyncllm.server.app import listening
     from asyncllm.text.detokenizer import TableDetokenizer
-    from asyncllm.types import Delta, EngineLimits
+    from asyncllm.types import EngineLimits
 
     class Words:
         """As much of a tokenizer and a chat template as AsyncLLM asks for."""
@@ -130,12 +130,12 @@ async def serve_ours(args: argparse.Namespace) -> None:
                 rows[message.submission.request_id] = 0
             elif isinstance(message, Abort):
                 rows.pop(message.request_id, None)
-        deltas = []
+        tokens: list[Token] = []
         for name in rows:
             rows[name] = count = rows[name] + 1
-            deltas.append(Delta(request_id=name, token_ids=(word,), num_prompt_tokens=1, num_output_tokens=count))
-        if deltas:
-            outbox.put(tuple(deltas))
+            tokens.append(((name, 1, 0), word, count))
+        if tokens:
+            outbox.put(Deltas(tokens))
 
     async with listening(llm, port=0) as url:
         print(json.dumps({"port": int(url.rsplit(":", 1)[1])}), flush=True)

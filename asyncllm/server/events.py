@@ -12,6 +12,7 @@ import contextlib
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 from aiohttp import web
 
@@ -83,7 +84,7 @@ class EventResponse:
         self._pace = request.app[LLM].pace
         self._outflow: Outflow | None = None
         self._chunked = False
-        self._wrote_s = 0.0
+        self.has_room: Callable[[], bool] = lambda: True  # from begin() on, Outflow's
         self.begun = False
 
     async def begin(self) -> None:
@@ -97,13 +98,10 @@ class EventResponse:
         if (transport := self._request.transport) is None:
             raise ConnectionResetError("the client has left")
         self._outflow = Outflow(transport, self._settings)
+        self.has_room = self._outflow.has_room
         await self._response.prepare(self._request)
         self._chunked = self._response.headers.get("Transfer-Encoding") == "chunked"  # not for HTTP/1.0
         self.begun = True
-
-    def has_room(self) -> bool:
-        """As Outflow's."""
-        return self._outflow is None or self._outflow.has_room()
 
     def give_patience(self, num_unread_bytes: int) -> None:
         """As Outflow's."""

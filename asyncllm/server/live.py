@@ -170,8 +170,14 @@ class LiveResponse:
         if not ended and not sink.has_room():
             sink.give_patience(self._stream.num_unread_bytes)
             return False
+        text = self._stream.take_text()
+        if self._pieces and not ended:  # nearly always
+            if text:
+                sink.write(events.delta(len(self._pieces), text))
+                self._pieces.append(text)
+            return True
         data = b"" if self._stream.progress is self._told else self._progress(events)
-        if text := self._stream.take_text():
+        if text:
             if not self._pieces:
                 data += events.opening(2) + events.opening(3)
             data += events.delta(len(self._pieces), text)

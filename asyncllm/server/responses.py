@@ -68,10 +68,12 @@ class EventSink:
     def __init__(self, response: EventResponse, *, with_ids: bool) -> None:
         self.framing = EventStream(with_ids=with_ids)
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.has_room = response.has_room
         self.give_patience = response.give_patience
         self._response = response
         self._rest = b""
+
+    def has_room(self) -> bool:
+        return self._response.has_room()
 
     def write(self, data: bytes) -> None:
         if self._response.begun:

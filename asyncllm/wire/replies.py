@@ -48,18 +48,21 @@ def completion_reply(head: Head, answers: list[Completion]) -> bytes:
 class Chunks:
     """The events of one choice of a stream."""
 
-    __slots__ = ("_begun", "_empty", "_finish", "_first", "_prefix", "_suffix")
+    __slots__ = ("_begun", "_empty", "_end", "_finish", "_first", "_prefix", "_suffix")
 
     def __init__(self, first: bytes, prefix: bytes, suffix: bytes, finish: bytes, empty: bytes) -> None:
         self._first = first  # the first event's prefix, which names the role
         self._prefix = prefix
         self._suffix = suffix
+        self._end = suffix + _END
         self._finish = finish  # up to the reason
         self._empty = empty  # what an answer without text is opened with
         self._begun = False
 
     def text(self, text: str, usage: Usage | None = None) -> bytes:
         """The event of one piece of text; the first one opens the choice."""
+        if self._begun and usage is None:  # nearly always
+            return b"%b%b%b" % (self._prefix, orjson.dumps(text), self._end)
         prefix = self._prefix if self._begun else self._first
         self._begun = True
         return b"%b%b%b%b" % (prefix, orjson.dumps(text), self._suffix, _end(usage))
