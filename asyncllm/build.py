@@ -250,7 +250,8 @@ def _why_plain(config: Config, folder: Path) -> str:
         return "attention sdpa was asked for"
     facts, machine = ModelConfig.from_folder(folder).facts(), _machine(config.device)
     chosen = configs.resolve(config, facts, machine)
-    return str(configs.flashinfer_problem(facts, machine, chosen.dtype, chosen.page_size))
+    problem = configs.flashinfer_problem(facts, machine, chosen.dtype, chosen.page_size)
+    return str(problem or configs.window_problem(facts))
 
 
 def _find_gpu() -> tuple[int, int] | str:

@@ -48,6 +48,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_position: int
     dtype: str
     num_heads: int = 0  # 0: unknown, as where nothing depends on it
+    has_windows: bool = False  # some layer sees a sliding window only
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,11 +152,16 @@ def sized(config: EngineConfig, model: ModelFacts, free_bytes: int, total_bytes:
     budget = free_bytes - int((1 - config.gpu_memory_utilization) * total_bytes) - GRAPH_BYTES
     most = 1 + config.max_running * math.ceil(config.max_model_len / config.page_size)
     num_pages = config.num_pages or min(most, budget // page_bytes)
-    if num_pages < 2 or num_pages * page_bytes > free_bytes:
+    if config.num_pages * page_bytes > free_bytes:
+        raise ValueError(
+            f"num_pages {config.num_pages} take {config.num_pages * page_bytes >> 20} MiB; {free_bytes >> 20} MiB of "
+            f"GPU memory are left, which is {free_bytes // page_bytes} pages: lower num_pages"
+        )
+    if num_pages < 2:
         raise ValueError(
             f"{free_bytes >> 20} MiB of GPU memory are left for the KV pool, of which gpu_memory_utilization "
             f"{config.gpu_memory_utilization} allows {max(0, budget) >> 20}; lower max_step_tokens or max_running, "
-            "num_pages if you set it, or raise gpu_memory_utilization"
+            "or raise gpu_memory_utilization"
         )
     return msgspec.structs.replace(config, num_pages=num_pages)
 
@@ -175,6 +181,12 @@ def flashinfer_problem(model: ModelFacts, machine: MachineFacts, dtype: str, pag
     if page_size not in (16, 32, 64, 128):
         return f"page_size {page_size} is not 16, 32, 64 or 128"
     return None
+
+
+def window_problem(model: ModelFacts) -> str | None:
+    """Why FlashInfer is left alone unless asked for: fa3 with a window must be compiled first (a minute or two, and
+    nvcc), and has not been held against torch's operators on a GPU yet."""
+    return "it has sliding windows; try --attention flashinfer" if model.has_windows else None
 
 
 def kv_page_bytes(model: ModelFacts, dtype: str, page_size: int) -> int:
@@ -227,6 +239,8 @@ def _attention(config: Config, model: ModelFacts, machine: MachineFacts, dtype: 
     if wish == "sdpa":
         return wish
     problem = flashinfer_problem(model, machine, dtype, page_size)
+    if problem is None and wish == "auto":
+        problem = window_problem(model)
     if problem is not None and wish == "flashinfer":
         raise ValueError(f"attention flashinfer cannot be used: {problem}; use sdpa or auto")
     return "flashinfer" if problem is None else "sdpa"

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncllm import config as configs
@@ -58,9 +59,16 @@ def test_the_pool_takes_what_is_left() -> None:
     assert configs.sized(resolve(num_pages=77), QWEN, 100 * GIB, 140 * GIB).num_pages == 77
     small = configs.sized(resolve(max_model_len=640), QWEN, 100 * GIB, 140 * GIB)
     assert small.num_pages == 1 + 256 * 10, "more than every slot full can never be used"
-    for wishes in ({}, {"num_pages": 10_000}):
-        with pytest.raises(ValueError, match="lower max_step_tokens"):
-            configs.sized(resolve(**wishes), QWEN, free_bytes=2 * GIB, total_bytes=140 * GIB)
+    with pytest.raises(ValueError, match="lower max_step_tokens"):
+        configs.sized(resolve(), QWEN, free_bytes=2 * GIB, total_bytes=140 * GIB)
+    with pytest.raises(ValueError, match="lower num_pages"):
+        configs.sized(resolve(num_pages=10_000), QWEN, free_bytes=2 * GIB, total_bytes=140 * GIB)
+
+
+def test_windows_are_flashinfers_only_if_asked_for() -> None:
+    windowed = msgspec.structs.replace(QWEN, has_windows=True)
+    assert resolve(windowed).attention == "sdpa"
+    assert resolve(windowed, attention="flashinfer").attention == "flashinfer"
 
 
 @pytest.mark.parametrize("wish", [{"gpu_memory_utilization": 0.0}, {"gpu_memory_utilization": 1.1},

@@ -65,6 +65,17 @@ def test_greedy_ids_equal_transformers_where_the_gap_is_clear(name: str, monkeyp
     assert num_clear > 10
 
 
+@pytest.mark.skipif("ASYNCLLM_COMPILE" not in os.environ, reason="compiles fa3 with a window: ASYNCLLM_COMPILE=1")
+def test_sliding_windows_are_as_near_to_float32_as_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, forced = needs(TINY / "tiny-mistral"), text(130)  # a window of 32
+    exact = plain_logits(plain_runner(folder, dtype="float32"), forced, 70, monkeypatch).log_softmax(-1)
+    sdpa = plain_logits(plain_runner(folder), forced, 70, monkeypatch).log_softmax(-1)
+    runner, driver, _ = graph_runner(folder)
+    ours = graph_logits(runner, driver, forced, 70).log_softmax(-1)
+    noise, error = (sdpa - exact).abs().max(), (ours - exact).abs().max()
+    assert error <= 2 * noise + 0.02, f"{error:.4f} against sdpa's {noise:.4f}"
+
+
 def submit_all(house: House, count: int, most: int = VOCAB) -> None:
     rng = random.Random(7)
     for i in range(count):
