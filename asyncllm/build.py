@@ -212,7 +212,8 @@ def _decide(config: Config, folder: Path, tokenizer: Tokenizer) -> tuple[EngineC
         model = ModelConfig.from_folder(folder)
         facts = model.facts()
         numbers = {"vocab_size": model.vocab_size, **msgspec.structs.asdict(facts)}
-        if wrong := [name for name, number in numbers.items() if name != "dtype" and not _is_count(number)]:
+        del numbers["dtype"], numbers["has_windows"]
+        if wrong := [name for name, number in numbers.items() if not _is_count(number)]:
             raise ValueError(f"{wrong[0]} must be a number above 0, not {numbers[wrong[0]]!r}")
     engine_config = configs.resolve(config, facts, _machine(config.device))
     limits = EngineLimits(
