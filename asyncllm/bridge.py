@@ -37,10 +37,16 @@ class Deltas:
 
     def __iter__(self) -> Iterator[Delta | Progress]:
         for entry in self._entries:
-            yield _delta(*entry) if isinstance(entry, tuple) else entry
+            yield plain_delta(*entry) if isinstance(entry, tuple) else entry
+
+    @property
+    def entries(self) -> Sequence[Delta | Progress | Token]:
+        """As they were put: for who can do without a Delta for each token."""
+        return self._entries
 
 
-def _delta(told: Told, token_id: int, num_output_tokens: int) -> Delta:
+def plain_delta(told: Told, token_id: int, num_output_tokens: int) -> Delta:
+    """One more token, and no end."""
     request_id, num_prompt_tokens, num_cached_tokens = told
     return Delta(
         request_id=request_id,

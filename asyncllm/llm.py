@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import msgspec
 
-from .bridge import Abort, Close, EngineStats, Finish, Inbox, Outbox, Submit, Update
+from .bridge import Abort, Close, EngineStats, Finish, Inbox, Outbox, Submit, Token, Update
 from .errors import Aborted, AsyncLLMError, Draining, InvalidRequest, QueueFull
 from .mailbox import Mailbox
 from .pace import Pace, Policy, Reader
@@ -163,7 +163,7 @@ class AsyncLLM:
         self._draining_began = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.pace = Pace(self._loop, pace)
-        self._rest: Iterator[Delta | Progress] = iter(())  # of the step being delivered
+        self._rest: Iterator[Delta | Progress | Token] = iter(())  # of the step being delivered
         self._num_rest = 0
         outbox.bind(self._loop, self._receive)
 
@@ -371,7 +371,7 @@ class AsyncLLM:
                 if (step := self._outbox.take()) is None:
                     return
                 put_s, deltas = step
-                self._rest, self._num_rest = iter(deltas), len(deltas)
+                self._rest, self._num_rest = iter(deltas.entries), len(deltas)
                 self.pace.step(put_s, self._num_rest)
             rows = min(num_left, self._num_rest)
             num_left -= rows
@@ -379,32 +379,34 @@ class AsyncLLM:
             self._deliver(islice(self._rest, rows))
         self._loop.call_soon(self._receive)
 
-    def _deliver(self, deltas: Iterable[Delta | Progress]) -> None:
+    def _deliver(self, entries: Iterable[Delta | Progress | Token]) -> None:
         """Those of requests that have ended here are the engine's overrun: dropped."""
         get, now_s = self._mailboxes.get, time.monotonic()
         since_s, num_since = 0.0, 0  # rows whose last token came with the same step stand together
-        for delta in deltas:
-            mailbox = get(delta.request_id)
+        for entry in entries:
+            request_id = entry[0][0] if isinstance(entry, tuple) else entry.request_id
+            mailbox = get(request_id)
             if mailbox is None:
-                self._note_overrun(delta)
+                self._note_overrun(entry)
                 continue
-            if isinstance(delta, Progress):
-                mailbox.note_progress(delta)
+            if isinstance(entry, Progress):
+                mailbox.note_progress(entry)
                 continue
-            if delta.token_ids:
+            if isinstance(entry, tuple) or entry.token_ids:
                 if mailbox.seen_s != since_s:
                     self.totals.add_gap(now_s, since_s, num_since)
                     since_s, num_since = mailbox.seen_s, 0
                 num_since += 1
                 mailbox.seen_s = now_s
-            if mailbox.deliver(delta) and delta.finish_reason is None:
-                self._finishing.add(delta.request_id)
-                self._inbox.put(Finish(delta.request_id))
+            stopped = mailbox.add_token(entry) if isinstance(entry, tuple) else mailbox.deliver(entry)
+            if stopped and (isinstance(entry, tuple) or entry.finish_reason is None):
+                self._finishing.add(request_id)
+                self._inbox.put(Finish(request_id))
             if mailbox.ended:
-                self._forget(delta.request_id)
+                self._forget(request_id)
         self.totals.add_gap(now_s, since_s, num_since)
 
-    def _note_overrun(self, delta: Delta | Progress) -> None:
+    def _note_overrun(self, delta: Delta | Progress | Token) -> None:
         """The engine's own end of a sequence that a stop string ended here has the times of it."""
         if isinstance(delta, Delta) and delta.finish_reason is not None and delta.request_id in self._finishing:
             self._finishing.remove(delta.request_id)

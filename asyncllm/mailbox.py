@@ -12,6 +12,7 @@ import logging
 
 import msgspec
 
+from .bridge import Token, plain_delta
 from .errors import Aborted, AsyncLLMError
 from .pace import Pace, Reader
 from .text.detokenizer import Detokenizer
@@ -29,7 +30,8 @@ class Mailbox:
 
     def __init__(self, submission: Submission, detokenizer: Detokenizer, stop: StopMatcher | None, pace: Pace) -> None:
         self.submission = submission
-        self.last: Delta | None = None  # the newest; the terminal one once `ended`
+        self._last: Delta | None = None
+        self._token: Token | None = None  # newer than _last: a Delta costs as much as all the rest, and few are read
         self.ended = False
         self.progress: Progress | None = None  # until the first token
         self.seen_s = 0.0  # when the last token came
@@ -42,7 +44,29 @@ class Mailbox:
         self._text: list[str] = []
         self._unread = False
 
+    @property
+    def last(self) -> Delta | None:
+        """The newest delta; the terminal one once `ended`."""
+        if self._token is not None:
+            self._last, self._token = plain_delta(*self._token), None
+        return self._last
+
+    @last.setter
+    def last(self, delta: Delta) -> None:
+        self._last, self._token = delta, None
+
     # -- from the engine --
+
+    def add_token(self, token: Token) -> bool:
+        """deliver() of a plain token, which nearly all are."""
+        if self._stop is not None or self.ended:
+            return self.deliver(plain_delta(*token))
+        is_first = self._token is None and self._last is None
+        self._token, self._unread = token, True
+        self._token_ids.append(token[1])
+        if (reader := self.reader) is not None and (is_first or not reader.dirty):
+            self._mark(reader, at_once=is_first)
+        return False
 
     def deliver(self, delta: Delta) -> bool:
         """Take one delta. True if its text ends the request here and now: it met a stop string, or broke."""

@@ -18,7 +18,7 @@ LAW = {
     "hub": {"smollm2"}, "smollm2": set(),
     "wire": set(), "client": {"wire"}, "text": set(),
     "server": {"llm", "pace", "text", "wire"}, "llm": {"bridge", "mailbox", "pace", "text", "totals"},
-    "mailbox": {"pace", "text"}, "pace": set(), "totals": {"pace"}, "bridge": set(),
+    "mailbox": {"bridge", "pace", "text"}, "pace": set(), "totals": {"pace"}, "bridge": set(),
     "engine": {"bridge"}, "runner": {"device", "attention", "models", "engine.batch"},
     "device": set(), "attention": {"device"}, "models": {"attention.base"},
 }  # fmt: skip
