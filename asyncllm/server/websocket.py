@@ -3,6 +3,8 @@
 Loop thread. It never knows how a response comes about; a lane is its Sink.
 
     -> response.create, response.cancel, response.update, response.attach     <- response.* events, error
+
+Longer than most: a socket, its lanes and what they queue end in each other's ways, and are read together.
 """
 
 import asyncio
