@@ -1,10 +1,14 @@
 """AsyncLLM: submit, stream, abort; and LLM, the same for a program without a loop.
 
 Loop thread. It turns ids into text and finds stop strings; it never knows HTTP, pages or tensors.
+
+Longer than most files here: these three faces, with a sentence for each thing a caller may do and catch, are the
+library's front door, and its users read them in one place. What lies behind them has files of its own.
 """
 
 import asyncio
 import copy
+import logging
 import re
 import secrets
 import time
@@ -19,7 +23,7 @@ from typing import Any, Self
 import msgspec
 
 from .bridge import Abort, Close, EngineStats, Finish, Inbox, Outbox, Submit, Token, Update
-from .errors import Aborted, AsyncLLMError, Draining, InvalidRequest, QueueFull
+from .errors import Aborted, AsyncLLMError, Draining, EngineDead, InvalidRequest, QueueFull
 from .mailbox import Mailbox
 from .pace import Pace, Policy, Reader
 from .text.chat import ChatTemplate
@@ -27,6 +31,8 @@ from .text.stop import StopMatcher
 from .text.tokenizer import Tokenizer, context_too_long
 from .totals import Totals
 from .types import Completion, Delta, EngineLimits, Progress, SamplingParams, Submission
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]
@@ -364,7 +370,17 @@ class AsyncLLM:
         return await self._loop.run_in_executor(self._workers, encode)
 
     def _receive(self) -> None:
-        """Deliver what the engine has put, a turn of the loop for each ROWS_A_TURN deltas."""
+        """Deliver what the engine has put. A bug here would leave every stream waiting behind a healthy face: it
+        counts as the engine's death, which everybody hears of."""
+        try:
+            self._receive_rows()
+        except Exception as error:
+            log.critical("deltas cannot be delivered: %r", error, exc_info=error)
+            self._inbox.put(Close())
+            self.died(EngineDead("the engine's output cannot be delivered; the server must be restarted"))
+
+    def _receive_rows(self) -> None:
+        """A turn of the loop for each ROWS_A_TURN deltas."""
         num_left = ROWS_A_TURN
         while num_left > 0:
             if not self._num_rest:

@@ -145,6 +145,20 @@ async def test_LIFE_1_a_dead_engine_leaves_nobody_waiting(tokenizer: Tokenizer, 
         assert runner.closed.is_set() and "the engine has died" in caplog.text
 
 
+async def test_a_bug_in_delivery_is_an_engines_death(tokenizer: Tokenizer, monkeypatch: Any, caplog: Any) -> None:
+    async with scripted_llm(tokenizer) as (llm, runner):
+
+        def broken(entries: object) -> None:
+            raise TypeError("bug")
+
+        monkeypatch.setattr(llm, "_deliver", broken)
+        stream = await llm.generate("Hi", ignore_eos=True)
+        with pytest.raises(EngineDead):
+            await stream.result()
+        assert isinstance(llm.dead, EngineDead) and "cannot be delivered" in caplog.text
+        assert await asyncio.to_thread(runner.closed.wait, 30)
+
+
 async def test_drain_lets_what_runs_finish_and_takes_nothing_new(tokenizer: Tokenizer) -> None:
     async with scripted_llm(tokenizer) as (llm, runner):
         runner.hold()
