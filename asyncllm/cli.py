@@ -55,7 +55,9 @@ async def _serving(args: argparse.Namespace) -> int:
 
     started_s = time.monotonic()
     _check_address(args.host, args.port)
-    settings = Settings(drain_s=args.drain_seconds, max_body_bytes=args.max_body_bytes)
+    settings = Settings(
+        drain_s=args.drain_seconds, max_body_bytes=args.max_body_bytes, watchdog_s=args.watchdog_seconds
+    )
     async with build.serving(_config(args)) as llm:
 
         def on_ready(url: str) -> None:
@@ -179,6 +181,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", help="the model's name in requests and replies, if not its own")
     add("--log-level", default="info", choices=LOG_LEVELS, help="what to log to stderr; default: info")
     add("--drain-seconds", type=_seconds, default=30.0, help="how long requests may run on after SIGTERM; default: 30")
+    add("--watchdog-seconds", type=_seconds, default=120.0, help="a longer step is stuck; 0: none is; default: 120")
     add("--max-body-bytes", type=_size, default=32 << 20, help="the largest request body; default: 32 MiB")
 
 

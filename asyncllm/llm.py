@@ -8,6 +8,7 @@ library's front door, and its users read them in one place. What lies behind the
 
 import asyncio
 import copy
+import faulthandler
 import logging
 import re
 import secrets
@@ -164,6 +165,7 @@ class AsyncLLM:
         self._finishing: set[str] = set()  # ended by a stop string; the engine's word is still to come
         self._empty = asyncio.Event()
         self._empty.set()
+        self._busy_since_s = 0.0  # when it was last left idle
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="asyncllm-text")
         self._died = asyncio.Event()
         self._draining_began = asyncio.Event()
@@ -256,6 +258,8 @@ class AsyncLLM:
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
         mailbox = Mailbox(submission, detokenizer, _matcher(params.stop), self.pace)
         self._mailboxes[submission.request_id] = mailbox  # before the engine can answer
+        if self._empty.is_set():
+            self._busy_since_s = submission.arrival_s
         self._empty.clear()
         try:
             self._inbox.put(Submit(submission))
@@ -322,6 +326,17 @@ class AsyncLLM:
         await self._died.wait()
         assert self.dead is not None
         return self.dead
+
+    async def watch(self, limit_s: float) -> None:
+        """Look after the engine's heartbeat: once no step has ended for `limit_s` while somebody waits, every
+        thread's stack goes to stderr and the engine counts as dead. A thread in a kernel cannot be stopped."""
+        while self.dead is None:
+            since_s = max(self.stats.monotonic_s, self._busy_since_s)
+            if self._mailboxes and time.monotonic() - since_s > limit_s:
+                faulthandler.dump_traceback(all_threads=True)
+                log.critical("no step has ended for %g s; the stacks are above", limit_s)
+                self.died(EngineDead(f"no step has ended for {limit_s:g} s; the server must be restarted"))
+            await asyncio.sleep(limit_s / 4)
 
     def close(self) -> None:
         """End every request and tell the engine to leave. The thread is joined by who started it."""

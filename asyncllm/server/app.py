@@ -101,7 +101,7 @@ async def serve(
     settings: Settings | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> int:
-    """Serve until SIGTERM, SIGINT or the engine's death; returns the exit code.
+    """Serve until SIGTERM, SIGINT or the engine's death, by itself or by a step of watchdog_s; returns the exit code.
 
     The first signal drains: /ready and new requests get 503, running streams finish within drain_s or
     end with an error event. A second one ends them at once.
@@ -111,7 +111,8 @@ async def serve(
     """
     settings = settings or Settings()
     signals = Signals()
-    async with listening(llm, host, port, settings) as url, signals:
+    # Signals last out: a second SIGTERM while sockets are being closed is none that kills.
+    async with signals, listening(llm, host, port, settings) as url, _watched(llm, settings.watchdog_s):
         on_ready(url)
         if not await _first(signals.wait(), llm.wait_died()):
             return EXIT_ENGINE_DEAD
@@ -120,6 +121,17 @@ async def serve(
             return EXIT_OK if llm.dead is None else EXIT_ENGINE_DEAD
         await llm.drain(0)
         return EXIT_STOPPED_AT_ONCE
+
+
+@contextlib.asynccontextmanager
+async def _watched(llm: AsyncLLM, limit_s: float) -> AsyncIterator[None]:
+    watch = asyncio.create_task(llm.watch(limit_s)) if limit_s > 0 else None
+    try:
+        yield
+    finally:
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
 
 
 class Signals:

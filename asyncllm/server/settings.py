@@ -14,6 +14,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     keepalive_s: float = 75.0  # of an idle connection: longer than the usual 60 s of proxies
     keep_alive_s: float = 0.0  # 0: no comments in a silent event stream; some readers choke on them
     drain_s: float = 30.0  # after SIGTERM
+    watchdog_s: float = 120.0  # a step longer than this is stuck; 0 waits for ever
     # -- responses --
     retention_s: float = 600.0  # how long an ended response can be asked for
     max_retained_bytes: int = 64 << 20  # of all of them

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -119,6 +120,23 @@ async def test_the_engines_death_ends_the_process(tokenizer: Tokenizer) -> None:
         assert b'"code":"engine_dead"' in await raw.rest()
         assert await serving == app.EXIT_ENGINE_DEAD
         raw.leave()
+
+
+async def test_life_1_a_stuck_step_is_told_and_ends_the_process(tokenizer: Tokenizer, capfd: Any, caplog: Any) -> None:
+    never = threading.Event()
+
+    def stick(batch: object) -> None:
+        never.wait(30)
+
+    async with process(tokenizer, Settings(watchdog_s=0.3)) as (served, serving):
+        served.runner.on_result = stick
+        raw = await served.connect()
+        await raw.send(CHAT, STREAM)
+        assert b"no step has ended for 0.3 s" in await raw.rest()
+        assert await serving == app.EXIT_ENGINE_DEAD
+        never.set()
+        raw.leave()
+    assert "Thread 0x" in capfd.readouterr().err and "the stacks are above" in caplog.text
 
 
 @BOTH
