@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from ..llm import AsyncLLM
-from . import admin, completions, gate, live, responses, websocket
+from . import admin, completions, gate, live, responses, tokens, websocket
 from .metrics import Metrics
 from .settings import Settings
 
@@ -32,6 +32,7 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
     app[gate.LLM] = llm
     app[gate.SETTINGS] = settings
     app[live.RESPONSES] = live.Responses(llm, settings)
+    app[tokens.LONG_TEXTS] = asyncio.Semaphore(1)
     app[websocket.SOCKETS] = sockets = websocket.Sockets(llm, settings)
     app[admin.METRICS] = Metrics(llm, sockets)
     app.cleanup_ctx.append(websocket.draining)
@@ -47,8 +48,12 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
             web.delete("/v1/responses/{id}", responses.delete),
             web.get("/v1/responses/{id}/events", responses.events),
             web.post("/v1/responses/{id}/cancel", responses.cancel),
+            web.post("/v1/embeddings", tokens.embeddings),
             web.get("/v1/models", admin.models),
             web.get("/v1/models/{id:.+}", admin.model),
+            web.post("/tokenize", tokens.tokenize),
+            web.post("/detokenize", tokens.detokenize),
+            web.get("/tokenizer_info", tokens.tokenizer_info),
             web.get("/health", admin.health),
             web.get("/ready", admin.ready),
             web.get("/version", admin.version),

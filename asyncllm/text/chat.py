@@ -34,6 +34,7 @@ class ChatTemplate:
         Raises:
             ModelError: the template has a syntax error.
         """
+        self.source = source
         self._special_tokens = special_tokens or {}
         try:
             self._template = _environment().from_string(source)

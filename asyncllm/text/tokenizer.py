@@ -26,10 +26,13 @@ class Tokenizer:
     `encode` and `encode_rendered` let the GIL go while the library works and are safe from any thread.
     """
 
-    def __init__(self, backend: Backend, spec: Spec, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, backend: Backend, spec: Spec, eos_ids: tuple[int, ...], config: dict[str, Any] | None = None
+    ) -> None:
         vocab = backend.get_vocab(with_added_tokens=True)
         added = spec.get("added_tokens") or []
         self.eos_ids = eos_ids
+        self.config = config or {}  # tokenizer_config.json
         self.vocab_size = max(vocab.values()) + 1
         self.special_ids = frozenset(token["id"] for token in added if token["special"])
         self.control = ControlTokens([_control_token(token) for token in added if _is_control(token)])
@@ -39,7 +42,7 @@ class Tokenizer:
         self._table = token_bytes(spec, vocab)
         self._visible = self._table and _without(self._table, self.special_ids)
         self._most_chars_a_token = _most_chars_a_token(spec, self._table)
-        self.adds_bos = bool(backend.encode_batch_fast([""])[0].ids)
+        self.start_ids = list(backend.encode_batch_fast([""])[0].ids)  # what encode() puts in front
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":
@@ -55,13 +58,13 @@ class Tokenizer:
             backend = Backend.from_str(_with_all_control_special(text, spec))
         except Exception as error:  # the library raises bare Exception
             raise ModelError(f"the tokenizer of {folder.name} cannot be read: {error}") from error
-        return cls(backend, spec, _eos_ids(folder, backend))
+        return cls(backend, spec, _eos_ids(folder, backend), read_json(folder / "tokenizer_config.json"))
 
     def __repr__(self) -> str:
         kind = "table" if self._table else "stream"
         return f"<Tokenizer of {self.vocab_size} ids, {len(self.special_ids)} special, decoded by {kind}>"
 
-    def encode(self, text: str, *, max_len: int | None = None) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_len: int | None = None) -> list[int]:
         """The ids of plain text, with the start token where the tokenizer adds one.
 
         Raises:
@@ -69,7 +72,7 @@ class Tokenizer:
             InvalidRequest: the text holds half a surrogate pair, so it is no Unicode.
         """
         self.check_chars(len(text), max_len)
-        encoding = _encoding(self._backend, text, add_special_tokens=True)
+        encoding = _encoding(self._backend, text, add_special_tokens=add_special_tokens)
         _check_len(len(encoding), max_len)  # before .ids, which builds millions of ints under the GIL
         return list(encoding.ids)
 
@@ -93,6 +96,20 @@ class Tokenizer:
             ids += encoding.ids
         _check_len(len(ids), max_len)
         return ids
+
+    def encode_written(self, text: str, *, add_special_tokens: bool = True, max_len: int | None = None) -> list[int]:
+        """The ids of a text whose control tokens are meant: one that somebody has rendered elsewhere.
+
+        Raises:
+            ContextTooLong, InvalidRequest: as in encode.
+        """
+        ids = self.encode_rendered(text, max_len=max_len)
+        has_start = not add_special_tokens or ids[: len(self.start_ids)] == self.start_ids
+        return ids if has_start else [*self.start_ids, *ids]
+
+    def spellings(self, token_ids: list[int]) -> list[str]:
+        """Each id as the vocabulary writes it; "" for those it does not know."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def check_chars(self, num_chars: int, max_len: int | None) -> None:
         """Refuse text that is too long whatever its tokens.

@@ -55,6 +55,15 @@ _OF_RESPONSES: dict[str, tuple[Any, ...]] = {
     "max_tokens": (), "max_completion_tokens": (), "messages": (),  # another route's: not to be lost silently
 }  # fmt: skip
 
+# Of tokenize alone, which shares the template's fields with chat.
+_OF_TOKENS: dict[str, tuple[Any, ...]] = {
+    name: UNSERVED[name]
+    for name in (
+        "tools", "chat_template", "chat_template_kwargs", "documents", "add_generation_prompt",
+        "continue_final_message", "mm_processor_kwargs", "truncate_prompt_tokens",
+    )
+}  # fmt: skip
+
 _ABSENT = msgspec.Raw(b"null")
 
 
@@ -69,6 +78,7 @@ class Unserved:
 
 COMPLETIONS = Unserved(UNSERVED)
 RESPONSES = Unserved(UNSERVED | _OF_RESPONSES)
+TOKENS = Unserved(_OF_TOKENS)
 
 
 def refuse_unserved(body: bytes, unserved: Unserved = COMPLETIONS) -> None:

@@ -22,7 +22,7 @@ def test_facts(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 400
     assert tokenizer.eos_ids == (toys.EOS_ID,)
     assert tokenizer.special_ids == {0, 1, 2}
-    assert not tokenizer.adds_bos
+    assert not tokenizer.start_ids
     assert tokenizer.encode("") == []
     assert "400 ids" in repr(tokenizer)
 
@@ -56,7 +56,7 @@ def test_pieces_between_control_tokens_are_spaced_as_in_the_library(tmp_path: Pa
 
 def test_the_start_token_is_added_to_plain_text_only(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(toys.byte_fallback(tmp_path, metaspace=False))
-    assert tokenizer.adds_bos
+    assert tokenizer.start_ids
     assert tokenizer.encode("") == [1]
     assert tokenizer.encode("hell")[0] == 1
     assert tokenizer.encode_rendered("<s>hell").count(1) == 1
