@@ -3,12 +3,15 @@
 Loop thread. Every answer is read from what the engine last published; none asks it anything.
 """
 
+import functools
+
 import orjson
 from aiohttp import web
 
 from .. import __version__
 from ..errors import Draining, QueueFull
 from ..llm import AsyncLLM
+from ..wire.openapi import document
 from .completions import check_model
 from .gate import LLM
 from .metrics import Metrics
@@ -55,6 +58,16 @@ async def metrics(request: web.Request) -> web.Response:
     """GET /metrics, in Prometheus' text format."""
     text, content_type = request.app[METRICS].expose()
     return web.Response(body=text, headers={"Content-Type": content_type})
+
+
+async def openapi(request: web.Request) -> web.Response:
+    """GET /openapi.json."""
+    return web.Response(body=_document(), content_type="application/json")
+
+
+@functools.cache
+def _document() -> bytes:
+    return orjson.dumps(document(__version__))
 
 
 def _model(llm: AsyncLLM) -> dict[str, object]:

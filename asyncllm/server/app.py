@@ -58,6 +58,7 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
             web.get("/ready", admin.ready),
             web.get("/version", admin.version),
             web.get("/metrics", admin.metrics),
+            web.get("/openapi.json", admin.openapi),
         ]
     )
     return app

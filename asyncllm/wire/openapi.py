@@ -1,0 +1,127 @@
+"""The OpenAPI document, made from the types that requests are read by and answers are held to.
+
+Any thread. It never knows handlers: a test holds ROUTES to what the server serves.
+"""
+
+from typing import Any
+
+import msgspec
+
+from . import schemas as s
+from .requests import ChatRequest, CompletionRequest
+from .responses import ResponseRequest
+from .tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+
+OPENAPI = "3.1.0"  # the first whose schemas are JSON Schema, as msgspec writes it
+_REF = "#/components/schemas/{name}"
+_TEXT = {"type": "string"}
+_ID = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
+_AFTER = {"type": "integer", "minimum": 0, "description": "Only the events behind this number."}
+_FOLLOW = (
+    {"name": "stream", "in": "query", "schema": {"type": "boolean"}},
+    {"name": "starting_after", "in": "query", "schema": _AFTER},
+)
+_RESUME = ({"name": "Last-Event-ID", "in": "header", "schema": _AFTER},)
+_FAILURES = {
+    "4XX": "The request cannot be served as sent; `param` names the field.",
+    "5XX": "The server cannot serve it, or not now: with Retry-After, try again.",
+}
+
+
+class Route(msgspec.Struct, frozen=True):
+    """One method of one path."""
+
+    method: str
+    path: str
+    summary: str
+    request: Any = None
+    reply: Any = None  # application/json
+    event: Any = None  # the data of each of text/event-stream's
+    parameters: tuple[dict[str, Any], ...] = ()
+    media_type: str = "application/json"
+    status: str = "200"
+    error: Any = s.Error
+
+
+ROUTES = (
+    Route(
+        "post", "/v1/chat/completions", "Answer a conversation.",
+        ChatRequest, s.ChatCompletion, s.ChatCompletionChunk,
+    ),
+    Route(
+        "post", "/v1/completions", "Continue a text, or several.",
+        CompletionRequest, s.TextCompletion, s.TextCompletion,
+    ),
+    Route("post", "/v1/responses", "Answer in items, kept for a while.", ResponseRequest, s.Response, s.Event),
+    Route("get", "/v1/responses", "Upgrade to a WebSocket: many responses in lanes.", status="101"),
+    Route("get", "/v1/responses/{id}", "A response, or its events.", None, s.Response, s.Event, (_ID, *_FOLLOW)),
+    Route("delete", "/v1/responses/{id}", "Forget a response.", None, s.Deleted, None, (_ID,)),
+    Route("get", "/v1/responses/{id}/events", "Its events, for an EventSource.", None, None, s.Event, (_ID, *_RESUME)),
+    Route("post", "/v1/responses/{id}/cancel", "End a response.", None, s.Response, None, (_ID,)),
+    Route("post", "/v1/embeddings", "Refused: the model generates text.", EmbeddingRequest, status=""),
+    Route("get", "/v1/models", "The model that is served.", None, s.ModelList),
+    Route("get", "/v1/models/{id}", "The model, by its id.", None, s.Model, None, (_ID,)),
+    Route("post", "/tokenize", "The ids of a text or a conversation.", TokenizeRequest, s.Tokens),
+    Route("post", "/detokenize", "The text of ids.", DetokenizeRequest, s.Detokenized),
+    Route("get", "/tokenizer_info", "The tokenizer's configuration.", None, s.TokenizerInfo),
+    Route("get", "/health", "Whether the process lives.", None, s.Status),
+    Route("get", "/ready", "Whether a request sent now would be taken.", None, s.Status),
+    Route("get", "/version", "The server's version.", None, s.Version),
+    Route("get", "/metrics", "Prometheus' text format.", media_type="text/plain"),
+    Route("get", "/openapi.json", "This document.", None, dict[str, Any]),
+)  # fmt: skip
+
+
+def document(version: str, routes: tuple[Route, ...] = ROUTES) -> dict[str, Any]:
+    """The whole of it, as JSON will have it."""
+    kinds = [kind for route in routes for kind in (route.request, route.reply, route.event, route.error)]
+    kinds = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+    _, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    paths: dict[str, Any] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method] = _operation(route)
+    info = {"title": "asyncllm", "version": version, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}}
+    return {"openapi": OPENAPI, "info": info, "paths": paths, "components": {"schemas": components}}
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    parts = route.path.strip("/").replace("{", "").replace("}", "").replace(".", "/").split("/")
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "operationId": "_".join([route.method, *parts]),
+        "responses": _responses(route),
+    }
+    if route.parameters:
+        operation["parameters"] = list(route.parameters)
+    if route.request is not None:
+        content = {"application/json": {"schema": _schema(route.request)}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _responses(route: Route) -> dict[str, Any]:
+    failed = {"application/json": {"schema": _schema(route.error)}}
+    responses: dict[str, Any] = {
+        status: {"description": description, "content": failed} for status, description in _FAILURES.items()
+    }
+    if route.status:
+        responses[route.status] = {"description": route.summary, "content": _content(route)}
+    return responses
+
+
+def _content(route: Route) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if route.reply is not None:
+        content["application/json"] = {"schema": _schema(route.reply)}
+    elif route.media_type != "application/json":
+        content[route.media_type] = {"schema": _TEXT}
+    if route.event is not None:
+        data = {"contentMediaType": "application/json", "contentSchema": _schema(route.event)}
+        content["text/event-stream"] = {"schema": _TEXT | data}
+    return content
+
+
+def _schema(kind: Any) -> dict[str, Any]:
+    if kind == dict[str, Any]:
+        return {"type": "object"}
+    return {"$ref": _REF.format(name=kind.__name__)}

@@ -1,0 +1,72 @@
+"""/openapi.json: valid, complete, and true of what the server answers."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncllm.server.app import build_app
+from asyncllm.wire import schemas
+from asyncllm.wire.openapi import ROUTES, document
+
+from .conftest import CHAT, HI, MODEL, TEXT, Serve
+
+
+def routes() -> set[tuple[str, str]]:
+    return {(route.method, route.path) for route in ROUTES}
+
+
+async def test_every_route_is_in_the_document_and_nothing_else(serve: Serve) -> None:
+    async with serve() as served:
+        app = build_app(served.llm)
+        served_routes = {
+            (route.method.lower(), route.resource.canonical)
+            for route in app.router.routes()
+            if route.resource is not None and route.method != "HEAD"  # aiohttp's own, beside each GET
+        }
+    assert served_routes == routes(), "a new route goes into wire/openapi.py's ROUTES too"
+
+
+async def test_it_is_served_and_valid(serve: Serve) -> None:
+    validator = pytest.importorskip("openapi_spec_validator")
+    async with serve() as served:
+        status, body = await served.get("/openapi.json")
+    assert (status, body) == (200, json.loads(json.dumps(document(body["info"]["version"]))))
+    validator.validate(body)
+    ids = [operation["operationId"] for path in body["paths"].values() for operation in path.values()]
+    assert len(set(ids)) == len(ids) == len(ROUTES)
+
+
+def as_said(body: Any, kind: Any) -> None:
+    """Whether this answer is one of that type: every field known, every required one there."""
+    decoded = msgspec.convert(body, kind)
+    assert msgspec.to_builtins(decoded) == body
+
+
+async def test_whole_answers_are_as_the_document_says(serve: Serve) -> None:
+    async with serve() as served:
+        as_said((await served.chat()).body, schemas.ChatCompletion)
+        as_said((await served.complete()).body, schemas.TextCompletion)
+        as_said((await served.post(CHAT, {})).body, schemas.Error)
+        as_said((await served.post("/tokenize", {"prompt": "hi", "return_token_strs": True})).body, schemas.Tokens)
+        as_said((await served.post("/detokenize", {"tokens": [3]})).body, schemas.Detokenized)
+        for path, kind in (
+            ("/v1/models", schemas.ModelList), (f"/v1/models/{MODEL}", schemas.Model), ("/health", schemas.Status),
+            ("/ready", schemas.Status), ("/version", schemas.Version),
+        ):  # fmt: skip
+            as_said((await served.get(path))[1], kind)
+        msgspec.convert((await served.get("/tokenizer_info"))[1], schemas.TokenizerInfo)
+        response = (await served.post("/v1/responses", {"input": "hi"})).body
+        msgspec.convert(response, schemas.Response)
+        async with served.session.delete(f"{served.url}/v1/responses/{response['id']}") as deleted:
+            as_said(await deleted.json(), schemas.Deleted)
+
+
+async def test_streamed_answers_are_as_the_document_says(serve: Serve) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    async with serve() as served:
+        for event in (await served.post(CHAT, {"messages": HI} | options)).events:
+            as_said(event, schemas.ChatCompletionChunk)
+        for event in (await served.post(TEXT, {"prompt": "hi"} | options)).events:
+            as_said(event, schemas.TextCompletion)
