@@ -1,0 +1,98 @@
+"""An answer's text, parted into reasoning, content and calls while it arrives; and the forms of one model's answers.
+
+Loop thread, a parser per answer. It never knows tokens, requests or the engine.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from . import reasoning, tools
+from .pieces import Kind, Piece
+from .reasoning import Splitter, Tags
+from .tools import CallParser, Form
+
+
+class Said(msgspec.Struct, frozen=True):
+    """A whole answer. Calls are names and arguments, in the order of the text."""
+
+    content: str
+    reasoning: str
+    calls: tuple[tuple[str, str], ...]
+
+
+class AnswerForm(msgspec.Struct, frozen=True):
+    """How one model writes what is not plain content; None: it does not, or in a form unknown here."""
+
+    tags: Tags | None = None
+    calls: Form | None = None
+
+    @classmethod
+    def of(cls, template: str, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> "AnswerForm":
+        """As a chat template shows it, or as the names say."""
+        tags = reasoning.detect(template) if reasoning_parser == "auto" else reasoning_parser
+        form = tools.detect(template) if tool_parser == "auto" else tool_parser
+        return cls(reasoning.TAGS.get(tags or ""), tools.FORMS.get(form or ""))
+
+
+class AnswerParser:
+    """Parts one answer. Every cut of its text makes the same whole."""
+
+    def __init__(self, splitter: Splitter | None, calls: CallParser | None, *, one_call: bool = False) -> None:
+        self._splitter = splitter
+        self._calls = calls
+        self._one_call = one_call
+        self._num_calls = 0
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether the answer calls, and none of its calls is broken off."""
+        return self._calls is not None and 0 < self._calls.num_calls == self._calls.num_whole
+
+    def push(self, text: str) -> list[Piece]:
+        """What these characters say for certain."""
+        pieces = [Piece(Kind.CONTENT, text)] if self._splitter is None else self._splitter.push(text)
+        return pieces if self._calls is None else self._with_calls(pieces, self._calls)
+
+    def finish(self) -> list[Piece]:
+        """The rest: the answer is over."""
+        pieces = [] if self._splitter is None else self._splitter.finish()
+        if self._calls is None:
+            return pieces
+        return self._with_calls(pieces, self._calls) + self._allowed(self._calls.finish())
+
+    def whole(self, text: str) -> Said:
+        """All of an answer at once."""
+        return joined([*self.push(text), *self.finish()])
+
+    def _with_calls(self, pieces: list[Piece], calls: CallParser) -> list[Piece]:
+        parted: list[Piece] = []
+        for piece in pieces:
+            parted += self._allowed(calls.push(piece.text)) if piece.kind is Kind.CONTENT else [piece]
+        return parted
+
+    def _allowed(self, pieces: list[Piece]) -> list[Piece]:
+        """Where one call is allowed, a second is not told."""
+        return [piece for piece in pieces if self._may_tell(piece)] if self._one_call else pieces
+
+    def _may_tell(self, piece: Piece) -> bool:
+        self._num_calls += piece.kind is Kind.CALL
+        return self._num_calls <= 1 or piece.kind is Kind.CONTENT
+
+
+def joined(pieces: Iterable[Piece]) -> Said:
+    """The whole of what was said in pieces."""
+    texts: dict[Kind, list[str]] = {Kind.CONTENT: [], Kind.REASONING: []}
+    calls: list[tuple[str, list[str]]] = []
+    for kind, text in pieces:
+        if kind is Kind.CALL:
+            calls.append((text, []))
+        elif kind is Kind.ARGUMENTS:
+            calls[-1][1].append(text)
+        else:
+            texts[kind].append(text)
+    return Said(
+        content="".join(texts[Kind.CONTENT]),
+        reasoning="".join(texts[Kind.REASONING]),
+        calls=tuple([(name, "".join(arguments)) for name, arguments in calls]),
+    )
