@@ -200,8 +200,10 @@ def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add = partial(parser.add_argument, default=argparse.SUPPRESS)
     add("url", help="any OpenAI-compatible server (key: OPENAI_API_KEY)")
     add("--model", help="by default the server's first")
-    add("--endpoint", choices=("completions", "chat"), help="what to ask; default: completions")
-    add("--prompt", choices=("ids", "text"), help="random token ids, or as many words; default: ids, for a chat text")
+    add("--transport", choices=("sse", "websocket"), help="how answers come; default: sse")
+    add("--lanes", type=int, help="streams side by side on one WebSocket; default: 1")
+    add("--endpoint", choices=("completions", "chat", "responses"), help="default: completions; websocket: responses")
+    add("--prompt", choices=("ids", "text"), help="random token ids, or words; default: ids for completions")
     add("--num-requests", type=int, help="in each run; default: 256")
     parser.add_argument("--rate", type=_floats, default="inf", help="requests a second, Poisson; or a sweep: 1,2,inf")
     parser.add_argument("--concurrency", type=_floats, help="instead: so many at a time; or a sweep")
@@ -215,7 +217,7 @@ def _add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add("--num-processes", type=int, help="client processes; default: half the cores, four at most")
     add("--num-warmup", type=int, help="requests before the first run, not measured; default: 1")
     add("--seed", type=int, help="of prompts, lengths and arrivals; default: 0")
-    add("--plot", type=Path, help="a PNG of latency against load; needs matplotlib")
+    add("--plot", type=Path, help="a PNG of latency against load; needs matplotlib (extra: bench)")
     parser.set_defaults(log_level="warning")
 
 

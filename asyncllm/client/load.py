@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection as Pipe
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,9 +24,11 @@ import msgspec
 from . import report
 from .client import AsyncClient
 from .errors import APIError
-from .plan import Job, Load, Options, Planned, jobs
-from .probe import Measured, Pool
+from .plan import WORDS, Job, Load, Options, Planned, Wording, jobs, settle
+from .probe import Pool
 from .replies import Reply
+from .socket_probe import SocketPool
+from .tally import Measured
 
 _START_DELAY_S = 0.2  # between "all are ready" and the first request, for the word to get around
 
@@ -44,22 +45,22 @@ def bench(options: Options) -> list[dict[str, Any]]:
 
     Raises:
         APIError: the server cannot be asked for its models.
-        ValueError: options that do not go together.
+        ValueError: options that do not go together, or a plot without matplotlib.
     """
-    if options.prompt == "ids" and options.endpoint == "chat":
-        raise ValueError("a chat takes no token ids; use text prompts")
-    prompt = options.prompt or ("text" if options.endpoint == "chat" else "ids")
-    options, server = asyncio.run(_look(msgspec.structs.replace(options, prompt=prompt)))
+    if options.plot is not None:
+        report.check_plot()
+    options, server = asyncio.run(_look(settle(options)))
     runs = []
     with Processes(options.num_processes or default_processes()) as processes:
         if options.num_warmup:
-            warmup = msgspec.structs.replace(options, num_requests=options.num_warmup, seed=options.seed + 1)
-            processes.run(jobs(warmup, Load(kind="rate", value=float("inf")), 1))
-        for load in options.loads:
-            measured, numbers = processes.run(jobs(options, load, processes.num))
+            warmup = msgspec.structs.replace(options, num_requests=options.num_warmup)
+            processes.run(jobs(warmup, Load(kind="rate", value=float("inf")), 1, run=-1))
+        for run, load in enumerate(options.loads):
+            measured, numbers = processes.run(jobs(options, load, processes.num, run))
             runs.append(_line(options, server, load) | numbers | _numbers(measured, options))
             print(json.dumps(runs[-1]), flush=True)
-    _plot(runs, options.plot)
+    if options.plot is not None:
+        report.plot(runs, options.plot)
     return runs
 
 
@@ -148,7 +149,10 @@ def _loop_factory() -> Any:
 
 async def send(job: Job, start_s: float) -> list[Measured]:
     """One process's requests, from the common start on."""
-    pool = Pool(job.host, job.port, ssl.create_default_context() if job.tls else None)
+    tls = ssl.create_default_context() if job.tls else None
+    pool: Pool | SocketPool = (
+        Pool(job.host, job.port, tls) if job.lanes is None else SocketPool(job.host, job.port, tls, job.head, job.lanes)
+    )
     waiting = deque((planned.at_s + start_s, _request(job, planned)) for planned in job.requests)
     await _until(start_s)
     try:
@@ -159,7 +163,7 @@ async def send(job: Job, start_s: float) -> list[Measured]:
         pool.close()
 
 
-async def _open_loop(pool: Pool, waiting: "deque[tuple[float, bytes]]") -> list[Measured]:
+async def _open_loop(pool: Pool | SocketPool, waiting: "deque[tuple[float, bytes]]") -> list[Measured]:
     tasks = []
     for at_s, request in waiting:
         await _until(at_s)
@@ -167,7 +171,9 @@ async def _open_loop(pool: Pool, waiting: "deque[tuple[float, bytes]]") -> list[
     return await asyncio.gather(*tasks)
 
 
-async def _closed_loop(pool: Pool, waiting: "deque[tuple[float, bytes]]", concurrency: int) -> list[Measured]:
+async def _closed_loop(
+    pool: Pool | SocketPool, waiting: "deque[tuple[float, bytes]]", concurrency: int
+) -> list[Measured]:
     measured: list[Measured] = []
 
     async def one_after_another() -> None:
@@ -185,6 +191,8 @@ async def _until(at_s: float) -> None:
 
 
 def _request(job: Job, planned: Planned) -> bytes:
+    if job.lanes is not None:
+        return planned.body
     return b"%b\r\nContent-Length: %d\r\n\r\n%b" % (job.head, len(planned.body), planned.body)
 
 
@@ -203,14 +211,41 @@ async def _look(options: Options) -> tuple[Options, dict[str, Any]]:
             version = (await client._api.root().whole(_Version, "GET", "/version")).version
         except APIError:
             version = None  # only some have it
-        return (
-            msgspec.structs.replace(options, url=client.base_url, model=model),
-            {"url": client.base_url, "model": model, "version": version},
-        )
+        options = msgspec.structs.replace(options, url=client.base_url, model=model)
+        if options.prompt == "text":
+            options = msgspec.structs.replace(options, wording=await _wording(client, options))
+        return options, {"url": client.base_url, "model": model, "version": version}
+
+
+async def _wording(client: AsyncClient, options: Options) -> Wording:
+    """What the server counts for our words, and for a chat's template around them."""
+    once = await _prompt_tokens(client, options, " ".join(WORDS))
+    twice = await _prompt_tokens(client, options, " ".join([*WORDS, *WORDS]))
+    if twice <= once:
+        print("the server does not count prompts: they have a word for each token asked for", file=sys.stderr)
+        return Wording()
+    return Wording(around=once - (twice - once), of_word=(twice - once) / len(WORDS))
+
+
+async def _prompt_tokens(client: AsyncClient, options: Options, text: str) -> int:
+    """0: it does not say."""
+    few = 16  # OpenAI's responses refuse less
+    if options.endpoint == "responses":
+        response = await client.responses.create(model=options.model, input=text, max_output_tokens=few, store=False)
+        return response.usage.input_tokens if response.usage else 0
+    if options.endpoint == "chat":
+        messages = [{"role": "user", "content": text}]
+        chat = await client.chat.completions.create(model=options.model, messages=messages, max_tokens=few)
+        return chat.usage.prompt_tokens if chat.usage else 0
+    completion = await client.completions.create(model=options.model, prompt=text, max_tokens=few)
+    return completion.usage.prompt_tokens if completion.usage else 0
 
 
 def _line(options: Options, server: dict[str, Any], load: Load) -> dict[str, Any]:
-    asked = ("endpoint", "prompt", "prompt_len", "output_len", "shared_prefix_len", "temperature", "ignore_eos", "seed")
+    asked = (
+        "transport", "lanes", "endpoint", "prompt", "prompt_len", "output_len", "shared_prefix_len", "temperature",
+        "ignore_eos", "seed",
+    )  # fmt: skip
     return {
         "command": shlex.join(sys.argv),
         **report.where(),
@@ -224,12 +259,3 @@ def _numbers(measured: Sequence[Measured], options: Options) -> dict[str, Any]:
     start_s = min([one.sent_s for one in measured], default=0.0)
     end_s = max([one.last_s for one in measured], default=start_s)
     return report.summary(measured, max(0.0, end_s - start_s), options.goodput_ms)
-
-
-def _plot(runs: Sequence[dict[str, Any]], path: Path | None) -> None:
-    if path is None:
-        return
-    try:
-        report.plot(runs, path)
-    except ImportError:
-        print(f"no {path}: the plot needs matplotlib, which is not installed", file=sys.stderr)

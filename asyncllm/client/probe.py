@@ -9,107 +9,49 @@ at 256 streams 21 us of CPU an event with the socket's share, against 30 for aio
 import asyncio
 import ssl
 import time
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
 from ..wire import sse
 from .errors import error_message
-
-
-class Measured(msgspec.Struct, kw_only=True):
-    """What one request cost; times by time.monotonic(), the same clock in every process."""
-
-    planned_s: float = 0.0
-    sent_s: float = 0.0  # before connecting, as the caller would see it
-    first_s: float = 0.0  # the first event with choices
-    last_s: float = 0.0
-    gaps_s: list[float] = msgspec.field(default_factory=list)  # between events with choices
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    tokens_are_events: bool = False  # the server sent no usage
-    error: str | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[msgspec.Raw] | None = None
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_chunk = msgspec.json.Decoder(_Chunk)
+from .tally import Measured, Tally
 
 
 class EventCounter:
     """Events of one body, into a Measured."""
 
     def __init__(self, measured: Measured) -> None:
-        self.done = False
-        self._measured = measured
+        self._tally = Tally(measured)
+        self.finish = self._tally.finish
         self._decoder = sse.Decoder()
         self._whole = True  # the last bytes ended an event
-        self._num_events = 0
+
+    @property
+    def done(self) -> bool:
+        return self._tally.done
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Bytes that arrived together: like vLLM's client, all gaps within them are zero."""
-        if self._whole and self._is_plain(data):
-            self._count(data.count(b"\n\n"), now_s)
+        """Bytes that arrived together."""
+        if self._whole and _is_plain(data):
+            self._tally.count(data.count(b"\n\n"), now_s)
             return
         for event in self._decoder.feed(data):
-            self._look_at(event, now_s)
+            self._tally.read(event.data, now_s)
         self._whole = data.endswith(b"\n\n")
 
-    def finish(self) -> None:
-        """The body is over. Without a usage each event counts as a token."""
-        if not self._num_events and self._measured.error is None:
-            self._measured.error = "an empty stream"
-        if not self._measured.num_output_tokens:
-            self._measured.num_output_tokens = self._num_events
-            self._measured.tokens_are_events = True
 
-    def _is_plain(self, data: bytes) -> bool:
-        """Whole events with choices and nothing of interest beyond. JSON has no line feeds of its own."""
-        return (
-            data.startswith(b"data: {")
-            and data.endswith(b"}\n\n")
-            and b'"usage":{' not in data
-            and b'"choices":[]' not in data
-            and b'"error"' not in data
-            and b"\n:" not in data
-            and b"[DONE]" not in data
-        )
-
-    def _count(self, num: int, now_s: float) -> None:
-        measured = self._measured
-        if self._num_events:
-            measured.gaps_s.append(now_s - measured.last_s)
-        else:
-            measured.first_s = now_s
-        measured.gaps_s.extend([0.0] * (num - 1))
-        measured.last_s = now_s
-        self._num_events += num
-
-    def _look_at(self, event: sse.Event, now_s: float) -> None:
-        if event.data == "[DONE]":
-            self.done = True
-            return
-        try:
-            chunk = _chunk.decode(event.data)
-        except msgspec.DecodeError as error:
-            self._measured.error = f"an event that is no chunk: {error}"
-            return
-        if chunk.error:
-            self._measured.error = error_message({"error": chunk.error})
-        if chunk.choices:
-            self._count(1, now_s)
-        if chunk.usage is not None:
-            self._measured.num_prompt_tokens = chunk.usage.prompt_tokens
-            self._measured.num_output_tokens = chunk.usage.completion_tokens
+def _is_plain(data: bytes) -> bool:
+    """Whole events with choices and nothing of interest beyond. JSON has no line feeds of its own."""
+    return (
+        data.startswith(b"data: {")
+        and data.endswith(b"}\n\n")
+        and b'"usage":{' not in data
+        and b'"choices":[]' not in data
+        and b'"error"' not in data
+        and b"\n:" not in data
+        and b"[DONE]" not in data
+    )
 
 
 class Dechunker:
@@ -152,7 +94,7 @@ class Connection(asyncio.Protocol):
         self.is_open = False
         self.num_sent = 0
         self._transport: asyncio.Transport | None = None
-        self._answer: _Answer | None = None
+        self._answer: Answer | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport, self.is_open = cast(asyncio.Transport, transport), True  # uvloop's is no subclass
@@ -179,13 +121,13 @@ class Connection(asyncio.Protocol):
         """Send a request and wait for the end of its answer; False if the connection had been closed before."""
         assert self._transport is not None
         self.num_sent += 1
-        self._answer = answer = _Answer(measured)
+        self._answer = answer = Answer(measured)
         self._transport.write(request)
         await answer.over
         return answer.begun or self.num_sent == 1
 
 
-class _Answer:
+class Answer:
     """The bytes of one HTTP answer."""
 
     def __init__(self, measured: Measured) -> None:
@@ -253,7 +195,7 @@ class _Answer:
         elif self._status:
             self._counter.finish()
             if not self._counter.done and self._measured.error is None:
-                self._measured.error = "the stream ended without [DONE]"
+                self._measured.error = "the stream ended before the answer did"
         if not self.over.done():
             self.over.set_result(None)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .probe import Measured
+from .tally import Measured
 
 PERCENTILES = (50, 90, 99)
 METRICS: dict[str, Callable[[Measured], float | None]] = {
@@ -123,12 +123,20 @@ def _gpus() -> list[str]:
     return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
 
 
-def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Latency against load, as a PNG.
+def check_plot() -> None:
+    """Told before the measuring, not after.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ValueError: matplotlib is not installed.
     """
+    try:
+        import matplotlib.figure  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
+    except ImportError:
+        raise ValueError("a plot needs matplotlib, which is not installed: pip install 'asyncllm[bench]'") from None
+
+
+def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Latency against load, as a PNG."""
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
 
     figure = Figure(figsize=(12, 4), layout="constrained")
