@@ -210,6 +210,7 @@ class SseSource(Generic[T]):
         self._reading = reading
         self._decoder = sse.Decoder(max_event_bytes)
         self._events: deque[sse.Event] = deque()
+        self._too_large: ReplyTooLargeError | None = None  # behind those events
 
     async def next(self) -> T:
         while not self._reading.done:
@@ -221,11 +222,14 @@ class SseSource(Generic[T]):
         raise StopAsyncIteration
 
     async def _read(self) -> None:
+        if self._too_large is not None:
+            raise self._too_large
         data = await self._read_body()
         try:
             self._events.extend(self._decoder.feed(data))
         except sse.EventTooLarge as error:
-            raise ReplyTooLargeError(str(error), request_id=self.request_id) from None
+            self._events.extend(error.events)
+            self._too_large = ReplyTooLargeError(str(error), request_id=self.request_id)
 
     async def _read_body(self) -> bytes:
         """

@@ -26,7 +26,11 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class EventTooLarge(ValueError):
-    """An event, or a line, longer than the decoder takes."""
+    """An event, or a line, longer than the decoder takes; `events` were complete before it."""
+
+    def __init__(self, message: str, events: list[Event]) -> None:
+        super().__init__(message)
+        self.events = events
 
 
 class Decoder:
@@ -51,7 +55,8 @@ class Decoder:
         """The events that these bytes complete.
 
         Raises:
-            EventTooLarge: more than max_event_bytes without an end; the decoder is of no more use.
+            EventTooLarge: more than max_event_bytes without an end. It holds the events of these bytes that
+                came before; the decoder is of no more use.
         """
         if self._after_cr and chunk:
             self._after_cr = False
@@ -59,19 +64,19 @@ class Decoder:
         events: list[Event] = []
         start = 0
         for match in _LINE_END.finditer(chunk):
-            self._keep(chunk[start : match.start()])
+            self._keep(chunk[start : match.start()], events)
             start = match.end()
             self._line(self._take_line(), events)
         self._after_cr = start == len(chunk) and chunk.endswith(b"\r")
-        self._keep(chunk[start:])
+        self._keep(chunk[start:], events)
         return events
 
-    def _keep(self, part: bytes) -> None:
+    def _keep(self, part: bytes, events: list[Event]) -> None:
         if part:
             self._parts.append(part)
             self._parts_bytes += len(part)
         if self._parts_bytes + self._data_bytes > self._max_event_bytes:
-            raise EventTooLarge(f"an event is larger than {self._max_event_bytes} bytes")
+            raise EventTooLarge(f"an event is larger than {self._max_event_bytes} bytes", events)
 
     def _take_line(self) -> str:
         line = b"".join(self._parts)

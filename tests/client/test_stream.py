@@ -185,6 +185,12 @@ async def test_cli_3_the_bound_on_an_event_is_told_and_closes_the_connection() -
         await left.wait()
 
 
+async def test_cli_3_what_came_before_a_too_large_event_is_read_first() -> None:
+    act = stream(chat_event("a") + chat_event("b") + b"data: " + b"x" * 2000)
+    texts, error = await read(act, max_event_bytes=1000)
+    assert (texts, type(error)) == (["a", "b"], ReplyTooLargeError)
+
+
 # -- leaving --
 
 

@@ -87,3 +87,10 @@ def test_many_lines_of_one_event_are_bounded_too() -> None:
     with pytest.raises(EventTooLarge):
         for _ in range(100):
             decoder.feed(b"data: 0123456789\n")
+
+
+@pytest.mark.parametrize("large", [b"data: " + b"x" * 200, b"data: " + b"x" * 200 + b"\n\ndata: never\n\n"])
+def test_events_before_a_too_large_one_in_the_same_read_are_not_lost(large: bytes) -> None:
+    with pytest.raises(EventTooLarge) as caught:
+        Decoder(max_event_bytes=100).feed(b"data: a\n\nid: 1\ndata: b\n\n" + large)
+    assert caught.value.events == [Event("a"), Event("b", id="1")]
