@@ -17,7 +17,9 @@ from aiohttp import web
 from ..errors import Aborted, AsyncLLMError, InvalidRequest
 from ..llm import AsyncLLM, Stream
 from ..types import Delta, FinishReason, Progress
-from ..wire.response_events import Events, Framing, Head, Outcome, num_opening
+from ..wire import items
+from ..wire.items import CONTENT, Piece
+from ..wire.response_events import Events, Framing, Head, Outcome, Script, all_events
 from ..wire.responses import ResponseRequest, echo, input_messages, response_params
 from .settings import Settings
 
@@ -55,36 +57,51 @@ class PreviousNotFound(InvalidRequest):
     code = "previous_response_not_found"
 
 
-class LiveResponse:
-    """One response from its submission to the end of its retention; the Reader of its stream.
+class Telling(Protocol):
+    """An answer in the words of one API."""
 
-    The pieces of text are kept as they were sent, so that every event can be said again with its number.
+    @property
+    def id(self) -> str: ...
+
+    def script(self, framing: Framing) -> Script:
+        """A fresh one, before its first event."""
+
+    def whole(self, outcome: Outcome | None, pieces: list[Piece]) -> dict[str, Any]:
+        """All of it at once."""
+
+
+class LiveResponse:
+    """One answer from its submission to the end of its retention; the Reader of its stream.
+
+    The pieces are kept as they were sent, so that every event can be said again with its number.
     """
 
     def __init__(
         self,
-        head: Head,
+        telling: Telling,
         stream: Stream | None,
         messages: Messages,
-        body: ResponseRequest,
         settings: Settings,
-        on_over: Callable[["LiveResponse"], None],
+        on_over: Callable[["LiveResponse"], None] = lambda live: None,
+        *,
+        stored: bool = False,
+        resumable: bool = False,
     ) -> None:
         self.dirty = False
-        self.id = head.id
-        self.stored = body.store is not False
-        self.resumable = body.resumable is True
+        self.id = telling.id
+        self.stored = stored
+        self.resumable = resumable
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outcome: Outcome | None = None
         self.error: AsyncLLMError | None = None
-        self._head = head
+        self._telling = telling
         self._stream = stream
         self._messages = messages
         self._settings = settings
         self._on_over = on_over
-        self._pieces: list[str] = []
+        self._pieces: list[Piece] = []
         self._sink: Sink | None = None
-        self._events: Events | None = None
+        self._script: Script | None = None
         self._told: Progress | None = None
         self._cancelled = False
         self._grace: asyncio.TimerHandle | None = None
@@ -102,22 +119,18 @@ class LiveResponse:
         return None if self._stream is None or self.outcome is not None else self._stream.request_id
 
     @property
-    def text(self) -> str:
-        return "".join(self._pieces)
-
-    @property
     def num_bytes(self) -> int:
         """About what keeping it takes."""
-        return sum([len(message["content"]) for message in self._messages]) + sum(map(len, self._pieces)) + 2000
+        past = sum([len(message["content"] or "") for message in self._messages])
+        return past + sum([len(text) for _, text in self._pieces]) + 2000
 
     def whole(self) -> dict[str, Any]:
-        """The response object."""
-        return self._head.whole(self.outcome, self.text if self.outcome is not None else "")
+        """The answer as an object."""
+        return self._telling.whole(self.outcome, self._pieces)
 
     def conversation(self) -> Messages:
         """What a response behind this one has for its past."""
-        answer = [{"role": "assistant", "content": self.text}] if self._pieces else []
-        return self._messages + answer
+        return [*self._messages, items.said(self._pieces, self.id)] if self._pieces else self._messages
 
     # -- the client --
 
@@ -128,8 +141,8 @@ class LiveResponse:
             self._grace = None
         if self._sink is not None:
             self._sink.replaced()
-        self._sink, self._events = sink, Events(self._head, sink.framing)
-        data = self._said(self._events, after)
+        self._sink, self._script = sink, self._telling.script(sink.framing)
+        data = b"".join(all_events(self._script, self._pieces, self.outcome)[max(0, after + 1) :])
         if self.outcome is not None:
             sink.end(data)
             return
@@ -141,7 +154,7 @@ class LiveResponse:
         """This client is gone. Nobody waits for the rest, unless it is resumable and was merely cut off."""
         if self._sink is not sink:
             return
-        self._sink = self._events = None
+        self._sink = self._script = None
         if self.outcome is not None:
             return
         if self.resumable and not for_good:
@@ -161,65 +174,47 @@ class LiveResponse:
         if self.outcome is not None or self._stream is None:
             return True
         last, ended = self._stream.last, self._stream.ended
-        sink, events = self._sink, self._events
-        if sink is None or events is None:
+        sink, script = self._sink, self._script
+        if sink is None or script is None:
             if ended:
-                self._add_piece(self._stream.take_text())
+                self._pieces += self._take_pieces()
                 self._finish(self._outcome(last))
             return True
         if not ended and not sink.has_room():
             sink.give_patience(self._stream.num_unread_bytes)
             return False
-        text = self._stream.take_text()
-        if self._pieces and not ended:  # nearly always
-            if text:
-                sink.write(events.delta(len(self._pieces), text))
-                self._pieces.append(text)
-            return True
-        data = b"" if self._stream.progress is self._told else self._progress(events)
-        if text:
-            if not self._pieces:
-                data += events.opening(2) + events.opening(3)
-            data += events.delta(len(self._pieces), text)
-            self._pieces.append(text)
+        data = b"" if self._stream.progress is self._told else self._progress(script)
+        for piece in self._take_pieces():
+            data += b"".join(script.say(*piece))
+            self._pieces.append(piece)
         if ended:
-            self._end(sink, events, data, self._outcome(last))
+            self._end(sink, script, data, self._outcome(last))
         elif data:
             sink.write(data)
         return True
 
     # -- inside --
 
-    def _said(self, events: Events, after: int) -> bytes:
-        """The events so far behind a number."""
-        first = num_opening(len(self._pieces), self.outcome)
-        said = [events.opening(number) for number in range(max(0, after + 1), first)]
-        said += [events.delta(i, self._pieces[i]) for i in range(max(0, after + 1 - first), len(self._pieces))]
-        if self.outcome is not None:
-            closing = events.closing(len(self._pieces), self.text, self.outcome)
-            said += closing[max(0, after + 1 - first - len(self._pieces)) :]
-        return b"".join(said)
+    def _take_pieces(self) -> list[Piece]:
+        """What has been said since."""
+        assert self._stream is not None
+        text = self._stream.take_text()
+        return [(CONTENT, text)] if text else []
 
-    def _progress(self, events: Events) -> bytes:
+    def _progress(self, script: Script) -> bytes:
         assert self._stream is not None
         self._told = progress = self._stream.progress
-        if progress is None:
+        if progress is None or not isinstance(script, Events):
             return b""
-        return events.progress(progress.queue_position, progress.num_prompt_tokens, progress.num_computed_tokens)
+        return script.progress(progress.queue_position, progress.num_prompt_tokens, progress.num_computed_tokens)
 
-    def _add_piece(self, text: str) -> None:
-        if text:
-            self._pieces.append(text)
-
-    def _end(self, sink: Sink, events: Events, data: bytes, outcome: Outcome) -> None:
-        if not self._pieces and outcome.status != "failed":
-            data += events.opening(2) + events.opening(3)
+    def _end(self, sink: Sink, script: Script, data: bytes, outcome: Outcome) -> None:
         self._finish(outcome)
-        sink.end(data + b"".join(events.closing(len(self._pieces), self.text, outcome)))
+        sink.end(data + b"".join(script.closing(outcome)))
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self._sink = self._events = self._stream = None  # the prompt's ids go with the stream
+        self._sink = self._script = self._stream = None  # the prompt's ids go with the stream
         if not self.over.done():
             self.over.set_result(None)
         self._on_over(self)
@@ -270,15 +265,21 @@ class Responses:
         if body.generate is not False:
             prompt_ids = await self._llm.encode_chat(system + messages)
             stream = self._llm.submit(prompt_ids, params, wants_progress=body.progress is True)
-        name = secrets.token_hex(12)
         head = Head(
-            id=f"resp_{name}",
-            item_id=f"msg_{name}",
+            id=f"resp_{secrets.token_hex(12)}",
             created_at=int(time.time()),
             model=self._llm.model_name,
             echo=echo(body),
         )
-        live = LiveResponse(head, stream, messages, body, self._settings, self._note_over)
+        live = LiveResponse(
+            head,
+            stream,
+            messages,
+            self._settings,
+            self._note_over,
+            stored=body.store is not False,
+            resumable=body.resumable is True,
+        )
         self._by_id[live.id] = live
         if live.outcome is not None:
             self._note_over(live)

@@ -116,9 +116,14 @@ def _content(route: Route) -> dict[str, Any]:
     elif route.media_type != "application/json":
         content[route.media_type] = {"schema": _TEXT}
     if route.event is not None:
-        data = {"contentMediaType": "application/json", "contentSchema": _schema(route.event)}
-        content["text/event-stream"] = {"schema": _TEXT | data}
+        content["text/event-stream"] = {"schema": _event(route.event)}
     return content
+
+
+def _event(kind: Any) -> dict[str, Any]:
+    """One event of a stream, as readers of event streams see it."""
+    data = _TEXT | {"contentMediaType": "application/json", "contentSchema": _schema(kind)}
+    return {"type": "object", "properties": {"data": data, "event": _TEXT, "id": _TEXT}, "required": ["data"]}
 
 
 def _schema(kind: Any) -> dict[str, Any]:

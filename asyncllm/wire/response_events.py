@@ -2,20 +2,20 @@
 
 Any thread. It never knows sockets, tokens or the engine.
 
-    0 created · 1 in_progress · 2 output_item.added · 3 content_part.added · 4 + i the i-th piece of text ·
-    then output_text.done · content_part.done · output_item.done · completed, incomplete or failed
+    created · in_progress · for each item: output_item.added, its parts and deltas, their ends, output_item.done ·
+    completed, incomplete or failed
 
-So an event's number says what it holds, and whoever keeps the pieces can say any of them again.
+Which events there are, and their numbers, follows from the pieces alone: whoever keeps those can say any event again.
 """
 
+import base64
 from typing import Any, Protocol
 
 import msgspec
 import orjson
 
 from .frames import text_frame
-
-NUM_OPENING = 4
+from .items import CALL, CONTENT, REASONING, Item, Items, Piece, call_id, hex_of
 
 
 class Framing(Protocol):
@@ -55,8 +55,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0
     reason: str | None = None  # of incomplete
     error: dict[str, Any] | None = None  # of failed
+    stop_string: str | None = None  # that ended it
+    calls: bool = False  # it ends in calls of tools, all of them whole
 
     @property
     def event(self) -> str:
@@ -68,7 +71,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             "input_tokens": self.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": self.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": self.num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
         }
 
@@ -77,15 +80,22 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     """What a response is known by from its first event to its last."""
 
     id: str
-    item_id: str
     created_at: int
     model: str
     echo: dict[str, Any]  # what the request said, as responses repeat it
+    call_id_chars: int | None = None
+    encrypts: bool = False  # reasoning comes in a form to be sent back, too
 
-    def whole(self, outcome: Outcome | None, text: str) -> dict[str, Any]:
+    def script(self, framing: Framing) -> "Events":
+        """Its events, from the first."""
+        return Events(self, framing)
+
+    def whole(self, outcome: Outcome | None, pieces: list[Piece]) -> dict[str, Any]:
         """The response object, finished or not."""
-        item_status = "completed" if outcome is not None and outcome.status == "completed" else "incomplete"
-        has_item = outcome is not None and (bool(text) or outcome.status != "failed")
+        return self.of_items(outcome, Items(pieces).all if outcome is not None else [])
+
+    def of_items(self, outcome: Outcome | None, items: list[Item]) -> dict[str, Any]:
+        """The same, its pieces gathered already."""
         return {
             "id": self.id,
             "object": "response",
@@ -94,84 +104,155 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             "error": None if outcome is None else outcome.error,
             "incomplete_details": None if outcome is None or outcome.reason is None else {"reason": outcome.reason},
             "model": self.model,
-            "output": [self.item(item_status, text)] if has_item else [],
+            "output": [] if outcome is None else self._output(outcome, items),
             "usage": None if outcome is None else outcome.usage(),
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
-            "text": {"format": {"type": "text"}},
-            "truncation": "disabled",
             **self.echo,
         }
 
-    def item(self, status: str, text: str | None) -> dict[str, Any]:
-        """The one message of the output; without content while it is open."""
-        content = [] if text is None else [_part(text)]
-        return {"id": self.item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+    def item_id(self, item: Item) -> str:
+        return f"{_FORMS[item.kind].prefix}_{hex_of(self.id, item.index)}"
+
+    def item(self, item: Item, status: str) -> dict[str, Any]:
+        """One item of the output; without its text while it is open."""
+        form, is_open = _FORMS[item.kind], status == "in_progress"
+        whole: dict[str, Any] = {"id": self.item_id(item), "type": form.type, "status": status}
+        content = [] if is_open else [_part(item.kind, item.text)]
+        if item.kind == CALL:
+            own = call_id(self.id, item.index, self.call_id_chars)
+            return whole | {"call_id": own, "name": item.name, "arguments": "" if is_open else item.text}
+        if item.kind == CONTENT:
+            return whole | {"role": "assistant", "content": content}
+        encrypted = {"encrypted_content": encrypted_reasoning(item.text)} if self.encrypts and not is_open else {}
+        return whole | {"summary": [], "content": content} | encrypted
+
+    def _output(self, outcome: Outcome, items: list[Item]) -> list[dict[str, Any]]:
+        if not items:
+            return [] if outcome.status == "failed" else [self.item(Item(CONTENT, 0), _item_status(outcome))]
+        return [*[self.item(item, "completed") for item in items[:-1]], self.item(items[-1], _item_status(outcome))]
+
+
+class _Form(msgspec.Struct, frozen=True):
+    """How one kind of item is told."""
+
+    prefix: str
+    type: str
+    event: str
+
+
+_FORMS = {
+    CONTENT: _Form("msg", "message", "response.output_text"),
+    REASONING: _Form("rs", "reasoning", "response.reasoning_text"),
+    CALL: _Form("fc", "function_call", "response.function_call_arguments"),
+}
+
+
+class Script(Protocol):
+    """One answer's events in the words of one API: the same pieces make the same events each time."""
+
+    def opening(self) -> list[bytes]:
+        """What is said before the answer's first word."""
+
+    def say(self, kind: str, text: str) -> list[bytes]:
+        """The events of the next piece."""
+
+    def closing(self, outcome: Outcome) -> list[bytes]:
+        """What follows the last piece."""
 
 
 class Events:
-    """One response's events in one framing."""
+    """One response's Script in one framing."""
 
     def __init__(self, head: Head, framing: Framing) -> None:
         self._head = head
         self._event = framing.event
-        body = {"type": "response.output_text.delta", **self._place(), "content_index": 0, "logprobs": []}
-        self._delta = orjson.dumps(body)[:-1] + b',"delta":'
+        self._number = 0
+        self._items = Items()
+        self._said_by = ""  # the kind of piece that continues the open item
+        self._delta_kind = self._delta = b""  # the template of its events
+        self._parts: list[str] = []
 
-    def opening(self, number: int) -> bytes:
-        """One of the four before the text."""
-        if number < 2:
-            kind = ("response.created", "response.in_progress")[number]
-            return self._make(number, kind, response=self._head.whole(None, ""))
-        if number == 2:
-            item = self._head.item("in_progress", None)
-            return self._make(number, "response.output_item.added", output_index=0, item=item)
-        return self._make(number, "response.content_part.added", **self._place(), content_index=0, part=_part(""))
+    def opening(self) -> list[bytes]:
+        response = self._head.of_items(None, [])
+        return [self._make(kind, response=response) for kind in ("response.created", "response.in_progress")]
 
-    def delta(self, index: int, text: str) -> bytes:
-        """The index-th piece of text: nearly every event there is."""
-        number = NUM_OPENING + index
-        body = b'%b%b,"sequence_number":%d' % (self._delta, orjson.dumps(text), number)
-        return self._event(b"response.output_text.delta", number, body)
+    def say(self, kind: str, text: str) -> list[bytes]:
+        if kind == self._said_by:  # nearly every event there is
+            self._parts.append(text)
+            return [self._say_delta(text)]
+        events = self._end_item("completed")
+        self._items.add(kind, text)
+        events += self._begin_item()
+        return events if kind == CALL else [*events, self._say_delta(text)]
 
-    def closing(self, num_pieces: int, text: str, outcome: Outcome) -> list[bytes]:
-        """What follows the text; a failed response is closed by one event, whatever was open."""
-        number = num_opening(num_pieces, outcome) + num_pieces
-        last = {"response": self._head.whole(outcome, text)}
-        if outcome.status == "failed":
-            return [self._make(number, outcome.event, **last)]
-        place = {**self._place(), "content_index": 0}
-        item = last["response"]["output"][0]
-        return [
-            self._make(number, "response.output_text.done", **place, text=text, logprobs=[]),
-            self._make(number + 1, "response.content_part.done", **place, part=_part(text)),
-            self._make(number + 2, "response.output_item.done", output_index=0, item=item),
-            self._make(number + 3, outcome.event, **last),
-        ]
+    def closing(self, outcome: Outcome) -> list[bytes]:
+        """A failed response is closed by one event, whatever was open."""
+        events: list[bytes] = []
+        if outcome.status != "failed":
+            if self._items.open is None:
+                self._items.all.append(Item(CONTENT, 0))
+                events += self._begin_item()
+            events += self._end_item(_item_status(outcome))
+        return [*events, self._make(outcome.event, response=self._head.of_items(outcome, self._items.all))]
 
     def progress(self, queue_position: int | None, num_prompt_tokens: int, num_computed_tokens: int) -> bytes:
         """Ours, on request: not numbered, as it is not said again."""
-        return self._make(
-            -1,
-            "response.progress",
-            response_id=self._head.id,
-            queue_position=queue_position,
-            input_tokens=num_prompt_tokens,
-            computed_tokens=num_computed_tokens,
-        )
+        kind = "response.progress"
+        body = {"type": kind, "response_id": self._head.id, "queue_position": queue_position}
+        body |= {"input_tokens": num_prompt_tokens, "computed_tokens": num_computed_tokens}
+        return self._event(kind.encode(), -1, orjson.dumps(body)[:-1])
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._head.item_id, "output_index": 0}
+    def _begin_item(self) -> list[bytes]:
+        item = self._items.all[-1]
+        form, place = _FORMS[item.kind], self._place(item)
+        self._said_by, self._parts = item.said_by, item.parts
+        kind = f"{form.event}.delta"
+        logprobs = {"logprobs": []} if item.kind == CONTENT else {}
+        self._delta_kind = kind.encode()
+        self._delta = orjson.dumps({"type": kind, **place, **logprobs})[:-1] + b',"delta":'
+        added = self._head.item(item, "in_progress")
+        events = [self._make("response.output_item.added", output_index=item.index, item=added)]
+        if item.kind != CALL:
+            events.append(self._make("response.content_part.added", **place, part=_part(item.kind, "")))
+        return events
 
-    def _make(self, number: int, kind: str, **fields: Any) -> bytes:
-        numbered = {} if number < 0 else {"sequence_number": number}
-        return self._event(kind.encode(), number, orjson.dumps({"type": kind, **fields, **numbered})[:-1])
+    def _say_delta(self, text: str) -> bytes:
+        number = self._number
+        self._number += 1
+        body = b'%b%b,"sequence_number":%d' % (self._delta, orjson.dumps(text), number)
+        return self._event(self._delta_kind, number, body)
+
+    def _end_item(self, status: str) -> list[bytes]:
+        if (item := self._items.open) is None:
+            return []
+        form, place, text = _FORMS[item.kind], self._place(item), item.text
+        if item.kind == CALL:
+            events = [self._make(f"{form.event}.done", **place, name=item.name, arguments=text)]
+        else:
+            logprobs = {"logprobs": []} if item.kind == CONTENT else {}
+            events = [
+                self._make(f"{form.event}.done", **place, text=text, **logprobs),
+                self._make("response.content_part.done", **place, part=_part(item.kind, text)),
+            ]
+        done = self._head.item(item, status)
+        return [*events, self._make("response.output_item.done", output_index=item.index, item=done)]
+
+    def _place(self, item: Item) -> dict[str, Any]:
+        part = {} if item.kind == CALL else {"content_index": 0}
+        return {"item_id": self._head.item_id(item), "output_index": item.index} | part
+
+    def _make(self, kind: str, **fields: Any) -> bytes:
+        number = self._number
+        self._number += 1
+        body = orjson.dumps({"type": kind, **fields, "sequence_number": number})
+        return self._event(kind.encode(), number, body[:-1])
 
 
-def num_opening(num_pieces: int, outcome: Outcome | None) -> int:
-    """How many events stand before the text: a response that failed without any has no item either."""
-    return 2 if not num_pieces and (outcome is None or outcome.status == "failed") else NUM_OPENING
+def all_events(script: Script, pieces: list[Piece], outcome: Outcome | None) -> list[bytes]:
+    """Every event so far, by number."""
+    said = script.opening()
+    for kind, text in pieces:
+        said += script.say(kind, text)
+    return said if outcome is None else said + script.closing(outcome)
 
 
 def error_frame(status: int, error: bytes, stream_id: str | None) -> bytes:
@@ -180,5 +261,24 @@ def error_frame(status: int, error: bytes, stream_id: str | None) -> bytes:
     return text_frame(orjson.dumps({"type": "error", "status": status, **lane, "error": orjson.loads(error)["error"]}))
 
 
-def _part(text: str) -> dict[str, Any]:
+def encrypted_reasoning(text: str) -> str:
+    """What a client that keeps its own history sends back. Nothing is secret here: it is merely opaque."""
+    return base64.b64encode(text.encode()).decode()
+
+
+def decrypted_reasoning(opaque: str) -> str:
+    """
+    Raises:
+        ValueError: it was not made by encrypted_reasoning().
+    """
+    return base64.b64decode(opaque, validate=True).decode()
+
+
+def _item_status(outcome: Outcome) -> str:
+    return "completed" if outcome.status == "completed" else "incomplete"
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == REASONING:
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -191,6 +191,11 @@ def echo(request: ResponseRequest) -> dict[str, Any]:
         "store": request.store is not False,
         "metadata": request.metadata or {},
         "background": False,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
     }
 
 

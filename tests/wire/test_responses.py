@@ -10,9 +10,18 @@ from pydantic import TypeAdapter
 from asyncllm.errors import InvalidRequest
 from asyncllm.wire import responses
 from asyncllm.wire.frames import text_frame
-from asyncllm.wire.response_events import Events, EventStream, Head, Outcome, SocketFrames, error_frame, num_opening
+from asyncllm.wire.response_events import (
+    Events,
+    EventStream,
+    Head,
+    Outcome,
+    SocketFrames,
+    all_events,
+    error_frame,
+)
 from asyncllm.wire.sse import Decoder
 
+STREAM_EVENT: Any = TypeAdapter(ResponseStreamEvent)
 OUTCOMES = [
     Outcome(status="completed", num_output_tokens=3),
     Outcome(status="incomplete", reason="max_output_tokens"),
@@ -21,17 +30,22 @@ OUTCOMES = [
 ]
 
 
+TEXT = [("content", "Hel"), ("content", 'lo "😀"\n')]
+CALLS = [
+    ("reasoning", "I thi"), ("reasoning", "nk"), ("content", "Let me see."),
+    ("call", "weather"), ("arguments", '{"city":'), ("arguments", ' "Brno"}'), ("call", "now"), ("arguments", "{}"),
+    ("content", "So."),
+]  # fmt: skip
+
+
 def head() -> Head:
     request = responses.decode_response(b'{"input": "hi", "metadata": {"a": "b"}}')
-    return Head(id="resp_1", item_id="msg_1", created_at=5, model="m", echo=responses.echo(request))
+    return Head(id="resp_1", created_at=5, model="m", echo=responses.echo(request))
 
 
-def script(framing: Any, pieces: list[str], outcome: Outcome) -> list[bytes]:
+def script(framing: Any, pieces: list[tuple[str, str]], outcome: Outcome) -> list[bytes]:
     """Every event of a response."""
-    events = Events(head(), framing)
-    said = [events.opening(number) for number in range(num_opening(len(pieces), outcome))]
-    said += [events.delta(i, piece) for i, piece in enumerate(pieces)]
-    return said + events.closing(len(pieces), "".join(pieces), outcome)
+    return all_events(Events(head(), framing), pieces, outcome)
 
 
 def unframed(frame: bytes) -> Any:
@@ -44,15 +58,15 @@ def unframed(frame: bytes) -> Any:
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES, ids=lambda outcome: outcome.status)
-@pytest.mark.parametrize("pieces", [[], ["Hel", 'lo "😀"\n']], ids=["silent", "text"])
-def test_events_are_openais_numbered_and_the_same_in_both_framings(pieces: list[str], outcome: Outcome) -> None:
+@pytest.mark.parametrize("pieces", [[], TEXT, CALLS], ids=["silent", "text", "calls"])
+def test_events_are_openais_numbered_and_the_same_in_both_framings(pieces: Any, outcome: Outcome) -> None:
     decoder = Decoder()
     events = [event for said in script(EventStream(), pieces, outcome) for event in decoder.feed(said)]
     bodies = [json.loads(event.data) for event in events]
     assert [event.type for event in events] == [body["type"] for body in bodies]
     assert [body["sequence_number"] for body in bodies] == list(range(len(bodies)))
     for body in bodies:
-        TypeAdapter(ResponseStreamEvent).validate_python(body, strict=True)
+        STREAM_EVENT.validate_python(body, strict=True)
     Response.model_validate(bodies[-1]["response"], strict=True)
     framed = [unframed(said) for said in script(SocketFrames("a.b"), pieces, outcome)]
     assert framed == [body | {"stream_id": "a.b"} for body in bodies]
@@ -61,7 +75,8 @@ def test_events_are_openais_numbered_and_the_same_in_both_framings(pieces: list[
 
 def test_ids_stand_on_numbered_events_alone() -> None:
     events = Events(head(), EventStream(with_ids=True))
-    [delta] = Decoder().feed(events.delta(0, "x"))
+    assert [Decoder().feed(event)[0].id for event in events.opening()] == ["0", "1"]
+    [_, _, delta] = [Decoder().feed(event)[0] for event in events.say("content", "x")]
     [progress] = Decoder().feed(events.progress(3, 10, 0))
     assert (delta.id, progress.id) == ("4", "")
     assert json.loads(progress.data)["queue_position"] == 3
