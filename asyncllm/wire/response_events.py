@@ -206,7 +206,7 @@ class Events:
         form, place = _FORMS[item.kind], self._place(item)
         self._said_by, self._parts = item.said_by, item.parts
         kind = f"{form.event}.delta"
-        logprobs = {"logprobs": []} if item.kind == CONTENT else {}
+        logprobs: dict[str, Any] = {"logprobs": []} if item.kind == CONTENT else {}
         self._delta_kind = kind.encode()
         self._delta = orjson.dumps({"type": kind, **place, **logprobs})[:-1] + b',"delta":'
         added = self._head.item(item, "in_progress")
@@ -228,7 +228,7 @@ class Events:
         if item.kind == CALL:
             events = [self._make(f"{form.event}.done", **place, name=item.name, arguments=text)]
         else:
-            logprobs = {"logprobs": []} if item.kind == CONTENT else {}
+            logprobs: dict[str, Any] = {"logprobs": []} if item.kind == CONTENT else {}
             events = [
                 self._make(f"{form.event}.done", **place, text=text, **logprobs),
                 self._make("response.content_part.done", **place, part=_part(item.kind, text)),
