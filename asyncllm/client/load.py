@@ -10,7 +10,6 @@ import asyncio
 import json
 import multiprocessing
 import os
-import shlex
 import ssl
 import sys
 import time
@@ -247,7 +246,6 @@ def _line(options: Options, server: dict[str, Any], load: Load) -> dict[str, Any
         "ignore_eos", "seed",
     )  # fmt: skip
     return {
-        "command": shlex.join(sys.argv),
         **report.where(),
         "server": server,
         "load": {"kind": load.kind, "value": "inf" if load.value == float("inf") else load.value},

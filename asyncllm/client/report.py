@@ -11,8 +11,10 @@ Any thread. It never knows sockets.
 import datetime
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -99,8 +101,9 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def where() -> dict[str, Any]:
-    """Versions and hardware of the machine that measures; the server may be on another."""
+    """The command, versions and hardware of what measures; the server may be on another machine."""
     return {
+        "command": shlex.join(sys.orig_argv),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"asyncllm": __version__, "python": platform.python_version(), "system": platform.platform()},
         "hardware": {"cpu": _cpu(), "num_cores": os.cpu_count(), "gpus": _gpus()},
