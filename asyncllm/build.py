@@ -89,6 +89,7 @@ async def serving(config: Config) -> AsyncIterator[AsyncLLM]:
         tokenizer=tokenizer,
         chat_template=template,
         model_name=name,
+        pace=config.pace,
     ) as llm:
         yield llm
 

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -20,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from . import __version__
 from . import config as configs
-from .config import ATTENTIONS, DEVICES, DTYPES, Config
+from .config import ATTENTIONS, DEVICES, DTYPES, PACES, Config
 from .errors import AsyncLLMError
 
 EXIT_FAILED_REQUESTS = 1
@@ -55,9 +56,7 @@ async def _serving(args: argparse.Namespace) -> int:
 
     started_s = time.monotonic()
     _check_address(args.host, args.port)
-    settings = Settings(
-        drain_s=args.drain_seconds, max_body_bytes=args.max_body_bytes, watchdog_s=args.watchdog_seconds
-    )
+    settings = Settings(**{name: getattr(args, name) for name in Settings.__struct_fields__})
     async with build.serving(_config(args)) as llm:
 
         def on_ready(url: str) -> None:
@@ -162,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"asyncllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, help_text, *groups in (
-        ("serve", _serve, "serve a model over HTTP", _add_server_flags, _add_engine_flags),
+        ("serve", _serve, "serve a model over HTTP", _add_server_flags, _add_engine_flags, _add_limit_flags),
         ("chat", _chat, "talk to a server, or to a model in this process", _add_chat_flags, _add_engine_flags),
         ("bench", _bench, "measure a server under load, one JSON line a run", _add_bench_flags),
     ):
@@ -180,9 +179,6 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--port", type=_port, default=8000, help="port to listen on; 0: the system chooses one; default: 8000")
     add("--served-model-name", help="the model's name in requests and replies, if not its own")
     add("--log-level", default="info", choices=LOG_LEVELS, help="what to log to stderr; default: info")
-    add("--drain-seconds", type=_seconds, default=30.0, help="how long requests may run on after SIGTERM; default: 30")
-    add("--watchdog-seconds", type=_seconds, default=120.0, help="a longer step is stuck; 0: none is; default: 120")
-    add("--max-body-bytes", type=_size, default=32 << 20, help="the largest request body; default: 32 MiB")
 
 
 def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
@@ -241,14 +237,51 @@ def _to_span(text: str) -> tuple[int, int]:
 
 
 _port = _checked(int, lambda port: 0 <= port < 65536, "a port from 0 to 65535")
-_size = _checked(int, lambda size: size > 0, "a number of bytes above 0")
+_count = _checked(int, lambda number: number > 0, "a whole number above 0")
 _seconds = _checked(float, lambda seconds: 0 <= seconds < math.inf, "a number of seconds")
+_some_seconds = _checked(float, lambda seconds: 0 < seconds < math.inf, "a number of seconds above 0")
 _span = _checked(_to_span, lambda span: 1 <= span[0] <= span[1], "a length above 0, or a range as 100:1024")
 _floats = _checked(
     lambda text: [float(part) for part in text.split(",")],
     lambda values: all(value > 0 for value in values),
     "a number above 0, or several as 1,2,inf",
 )
+
+
+_LIMITS: dict[str, tuple[Callable[[str], float], str]] = {
+    "drain_s": (_seconds, "how long requests may run on after SIGTERM"),
+    "watchdog_s": (_seconds, "a step that takes longer is stuck, and ends the process; 0: none is"),
+    "max_body_bytes": (_count, "the largest request body, and the largest WebSocket message"),
+    "body_timeout_s": (_some_seconds, "how long a request's body may take to arrive"),
+    "send_timeout_s": (_some_seconds, "how long a reader may leave its socket full before it is cut off"),
+    "max_unread_bytes": (_count, "how much text may wait for such a reader"),
+    "peer_timeout_s": (_some_seconds, "after which a peer that answers no packet is gone"),
+    "keepalive_s": (_some_seconds, "how long an idle connection is kept; longer than the proxy's in front"),
+    "sse_comment_s": (_seconds, "how often a silent event stream gets a comment; 0: never, some readers choke on them"),
+    "retention_s": (_seconds, "how long an ended response can be asked for"),
+    "max_retained_bytes": (_count, "what all of them may take"),
+    "resume_grace_s": (_seconds, "how long a resumable response goes on without a client"),
+    "max_sockets": (_count, "WebSockets open at once"),
+    "max_lanes": (_count, "named lanes of a WebSocket"),
+    "max_active_per_socket": (_count, "responses that run at once on a WebSocket; more wait"),
+    "max_queued_per_socket": (_count, "and how many may wait"),
+    "socket_lifetime_s": (_some_seconds, "after which a WebSocket takes no more responses"),
+    "heartbeat_s": (_some_seconds, "how often a WebSocket is pinged"),
+}
+
+
+def _add_limit_flags(parser: argparse.ArgumentParser) -> None:
+    """Every field of Settings."""
+    from .server.settings import Settings
+
+    add = parser.add_argument_group("limits on what one client can cost").add_argument
+    usual = Settings()
+    for name, (kind, text) in _LIMITS.items():
+        default = getattr(usual, name)
+        flag = "--" + re.sub("_s$", "-seconds", name).replace("_", "-")
+        unit = {"seconds": "SECONDS", "bytes": "BYTES"}.get(flag.rpartition("-")[2], "N")
+        shown = default if isinstance(default, int) else f"{default:g}"
+        add(flag, dest=name, type=kind, default=default, metavar=unit, help=f"{text}; default: {shown}")
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -267,5 +300,6 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--overlap", action=argparse.BooleanOptionalAction, help="schedule while a step runs; default: on a GPU")
     add("--prefix-cache", action=argparse.BooleanOptionalAction, default=True, help="share prefixes; default: yes")
     add("--attention", default="auto", choices=ATTENTIONS, help="kernels; default: by the GPU and the model's shape")
+    add("--pace", default="adaptive", choices=PACES, help="when text goes out; default: each step, unless that lags")
     add("--gpu-memory-utilization", type=float, default=0.9, help="of its memory to fill; default: 0.9")
     add("--cuda-graph-max-batch", type=int, help="rows of the largest captured step; 0 captures none")

@@ -4,12 +4,15 @@ Frozen structs, read by everyone. Imports nothing of ours; the environment is re
 """
 
 import math
+from typing import Literal, get_args
 
 import msgspec
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTIONS = ("auto", "flashinfer", "sdpa")
+PacePolicy = Literal["adaptive", "every_step", "gather"]  # when unread text goes out, as pace.py has it
+PACES: tuple[PacePolicy, ...] = get_args(PacePolicy)
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
@@ -35,6 +38,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     overlap: bool | None = None
     prefix_cache: bool = True
     attention: str = "auto"
+    pace: PacePolicy = "adaptive"
     gpu_memory_utilization: float = 0.9  # of the GPU's memory, the share that this process may fill
     cuda_graph_max_batch: int | None = None  # rows of the largest captured step; 0 captures none
 

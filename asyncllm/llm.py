@@ -24,9 +24,10 @@ from typing import Any, Self
 import msgspec
 
 from .bridge import Abort, Close, EngineStats, Finish, Inbox, Outbox, Submit, Token, Update
+from .config import PacePolicy
 from .errors import Aborted, AsyncLLMError, Draining, EngineDead, InvalidRequest, QueueFull
 from .mailbox import Mailbox
-from .pace import Pace, Policy, Reader
+from .pace import Pace, Reader
 from .text.chat import ChatTemplate
 from .text.stop import StopMatcher
 from .text.tokenizer import Tokenizer, context_too_long
@@ -149,7 +150,7 @@ class AsyncLLM:
         tokenizer: Tokenizer,
         chat_template: ChatTemplate | None,
         model_name: str,
-        pace: Policy = "adaptive",
+        pace: PacePolicy = "adaptive",
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer

@@ -12,11 +12,11 @@ import logging
 import time
 from bisect import bisect_left
 from collections import deque
-from typing import Literal, Protocol
+from typing import Protocol
+
+from .config import PacePolicy
 
 log = logging.getLogger(__name__)
-
-Policy = Literal["adaptive", "every_step", "gather"]
 
 SLICE_S = 1e-3
 BATCH = 128  # readers whose texts are made before any is written: 1.6 ms with the writes
@@ -53,8 +53,8 @@ class Histogram:
 class Pace:
     """The readers that have something to write, and when they are let."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, policy: Policy = "adaptive") -> None:
-        self.policy: Policy = policy
+    def __init__(self, loop: asyncio.AbstractEventLoop, policy: PacePolicy = "adaptive") -> None:
+        self.policy: PacePolicy = policy
         self.gathering = policy == "gather"
         self.lag = Histogram()  # of a timer
         self.hand_off = Histogram()  # from the engine's put to the loop

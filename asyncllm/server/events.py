@@ -139,8 +139,8 @@ class EventResponse:
         return self._response
 
     async def comment_until(self, over: "asyncio.Future[None]") -> None:
-        """Wait; with keep_alive_s a comment goes out as often, for proxies that take silence for death."""
-        every_s = self._settings.keep_alive_s
+        """Wait; with sse_comment_s a comment goes out as often, for proxies that take silence for death."""
+        every_s = self._settings.sse_comment_s
         while not over.done():
             await asyncio.wait([over], timeout=every_s or None)
             if not over.done() and every_s:

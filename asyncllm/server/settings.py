@@ -12,7 +12,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_unread_bytes: int = 4 << 20  # and how much may wait for it meanwhile
     peer_timeout_s: float = 60.0  # after which a peer that answers no packet counts as gone
     keepalive_s: float = 75.0  # of an idle connection: longer than the usual 60 s of proxies
-    keep_alive_s: float = 0.0  # 0: no comments in a silent event stream; some readers choke on them
+    sse_comment_s: float = 0.0  # 0: no comments in a silent event stream; some readers choke on them
     drain_s: float = 30.0  # after SIGTERM
     watchdog_s: float = 120.0  # a step longer than this is stuck; 0 waits for ever
     # -- responses --

@@ -295,16 +295,16 @@ async def test_progress_on_request(serve: Serve) -> None:
 
 
 async def test_keep_alive_comments_are_off_unless_asked_for(serve: Serve) -> None:
-    for keep_alive_s in (0.0, 0.01):
-        async with serve(endless, settings=Settings(keep_alive_s=keep_alive_s)) as served:
+    for sse_comment_s in (0.0, 0.01):
+        async with serve(endless, settings=Settings(sse_comment_s=sse_comment_s)) as served:
             served.runner.hold()
             raw = await served.connect()
             await raw.send(PATH, json.dumps({"input": "hi", "stream": True, "max_output_tokens": 3}).encode())
-            if keep_alive_s:
+            if sse_comment_s:
                 await raw.reader.readuntil(b"\n: keep-alive\n\n")
             served.runner.let_go()
             data = await raw.reader.readuntil(b"0\r\n\r\n")
-            assert keep_alive_s or b"keep-alive" not in data
+            assert sse_comment_s or b"keep-alive" not in data
             raw.leave()
 
 

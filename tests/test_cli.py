@@ -1,0 +1,90 @@
+"""The command line: what a flag says arrives where it is read."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import asyncllm
+from asyncllm import build, cli
+from asyncllm.config import Config
+from asyncllm.server import app
+from asyncllm.server.settings import Settings
+from tests.tiny import make_checkpoint
+
+
+class Served:
+    """In the place of the engine and the server: keeps what they are started with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.config = Config()
+        self.settings = Settings()
+        monkeypatch.setattr(build, "serving", self._engine)
+        monkeypatch.setattr(app, "serve", self._serve)
+
+    @asynccontextmanager
+    async def _engine(self, config: Config) -> AsyncIterator[None]:
+        self.config = config
+        yield
+
+    async def _serve(self, llm: None, host: str, port: int, *, settings: Settings, on_ready: Any) -> int:
+        self.settings = settings
+        return 7
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    return Served(monkeypatch)
+
+
+def serve(*flags: str) -> int | str | None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["serve", "model", "--port", "0", *flags])
+    return left.value.code
+
+
+def test_without_flags_everything_has_its_default(served: Served) -> None:
+    assert serve() == 7
+    assert (served.settings, served.config) == (Settings(), Config(model="model"))
+
+
+def test_every_setting_has_a_flag_that_reaches_it(served: Served) -> None:
+    wanted = {name: value + 1 for name, value in msgspec.structs.asdict(Settings()).items()}
+    flags = []
+    for name, value in wanted.items():
+        flag = name.removesuffix("_s").replace("_", "-") + ("-seconds" if name.endswith("_s") else "")
+        flags += [f"--{flag}", str(value)]
+    assert serve(*flags) == 7
+    assert msgspec.structs.asdict(served.settings) == wanted
+
+
+def test_the_pace_is_the_engines(served: Served) -> None:
+    assert serve("--pace", "gather") == 7
+    assert served.config.pace == "gather"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--heartbeat-seconds", "0"), "'0' is not a number of seconds above 0"),
+        (("--retention-seconds", "-1"), "'-1' is not a number of seconds"),
+        (("--send-timeout-seconds", "inf"), "'inf' is not a number of seconds above 0"),
+        (("--max-lanes", "1.5"), "'1.5' is not a whole number above 0"),
+        (("--max-unread-bytes", "0"), "'0' is not a whole number above 0"),
+        (("--pace", "slow"), "invalid choice: 'slow'"),
+    ],
+)
+def test_nonsense_is_refused_with_what_is_wanted(
+    served: Served, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], told: str
+) -> None:
+    assert serve(*flags) == 2
+    assert told in capsys.readouterr().err
+
+
+async def test_the_pace_reaches_the_loop_that_writes(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "tiny")
+    async with asyncllm.start(str(folder), device="cpu", threads=1, kv_cache_bytes=1 << 20, pace="gather") as llm:
+        assert llm.pace.policy == "gather"
