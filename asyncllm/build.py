@@ -68,7 +68,7 @@ async def serving(config: Config) -> AsyncIterator[AsyncLLM]:
     """The engine of a Config, from loading to the last joined thread."""
     with _told_as_model_errors(config.model or "the default model"):
         folder = await asyncio.to_thread(hub.resolve, config.model)
-        tokenizer, template = await asyncio.to_thread(_load_words, folder)
+        tokenizer, template = await asyncio.to_thread(_load_words, folder, config)
     engine_config, limits = _decide(config, folder, tokenizer)
     log.info(
         "%s: %s, %s, %d threads, pages of %d tokens",
@@ -202,8 +202,11 @@ def _is_hub_id(model: str | None) -> bool:
     return model is not None and not Path(model).expanduser().exists()
 
 
-def _load_words(folder: Path) -> tuple[Tokenizer, ChatTemplate | None]:
-    return Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)
+def _load_words(folder: Path, config: Config) -> tuple[Tokenizer, ChatTemplate | None]:
+    template = ChatTemplate.from_folder(
+        folder, tool_parser=config.tool_parser, reasoning_parser=config.reasoning_parser
+    )
+    return Tokenizer.from_folder(folder), template
 
 
 def _decide(config: Config, folder: Path, tokenizer: Tokenizer) -> tuple[EngineConfig, EngineLimits]:

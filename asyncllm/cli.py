@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from . import __version__
 from . import config as configs
-from .config import ATTENTIONS, DEVICES, DTYPES, PACES, Config
+from .config import ATTENTIONS, DEVICES, DTYPES, PACES, REASONING_PARSERS, TOOL_PARSERS, Config
 from .errors import AsyncLLMError
 
 EXIT_FAILED_REQUESTS = 1
@@ -301,5 +301,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--prefix-cache", action=argparse.BooleanOptionalAction, default=True, help="share prefixes; default: yes")
     add("--attention", default="auto", choices=ATTENTIONS, help="kernels; default: by the GPU and the model's shape")
     add("--pace", default="adaptive", choices=PACES, help="when text goes out; default: each step, unless that lags")
+    add("--tool-parser", default="auto", choices=TOOL_PARSERS, help="how calls are written; default: see the template")
+    add("--reasoning-parser", default="auto", choices=REASONING_PARSERS, help="its tags; default: see the template")
     add("--gpu-memory-utilization", type=float, default=0.9, help="of its memory to fill; default: 0.9")
     add("--cuda-graph-max-batch", type=int, help="rows of the largest captured step; 0 captures none")

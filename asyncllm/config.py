@@ -13,6 +13,8 @@ DEVICES = ("auto", "cpu", "cuda")
 ATTENTIONS = ("auto", "flashinfer", "sdpa")
 PacePolicy = Literal["adaptive", "every_step", "gather"]  # when unread text goes out, as pace.py has it
 PACES: tuple[PacePolicy, ...] = get_args(PacePolicy)
+TOOL_PARSERS = ("auto", "none", "hermes", "mistral", "llama3", "json")
+REASONING_PARSERS = ("auto", "none", "think", "magistral")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
@@ -40,6 +42,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     attention: str = "auto"
     pace: PacePolicy = "adaptive"
     gpu_memory_utilization: float = 0.9  # of the GPU's memory, the share that this process may fill
+    tool_parser: str = "auto"  # how the model writes calls of tools; auto: as its chat template shows
+    reasoning_parser: str = "auto"
     cuda_graph_max_batch: int | None = None  # rows of the largest captured step; 0 captures none
 
 
@@ -114,6 +118,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     page_size = _positive("page_size", config.page_size, default=64 if machine.device == "cuda" else 16)
     if page_size > 128 or page_size & (page_size - 1):
         raise ValueError(f"page_size must be a power of two up to 128, got {page_size}")
+    _choice("tool_parser", config.tool_parser, TOOL_PARSERS, default="auto")
+    _choice("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, default="auto")
     max_model_len = _positive("max_model_len", config.max_model_len, default=model.max_position)
     if max_model_len > model.max_position:
         raise ValueError(f"max_model_len {max_model_len} is above the model's {model.max_position} positions")

@@ -28,6 +28,7 @@ from .config import PacePolicy
 from .errors import Aborted, AsyncLLMError, Draining, EngineDead, InvalidRequest, QueueFull
 from .mailbox import Mailbox
 from .pace import Pace, Reader
+from .text.answer import AnswerParser
 from .text.chat import ChatTemplate
 from .text.stop import StopMatcher
 from .text.tokenizer import Tokenizer, context_too_long
@@ -42,6 +43,7 @@ Messages = Sequence[dict[str, Any]]
 # Above this many characters a prompt is tokenised in a worker thread: about 1 ms of the loop's time.
 INLINE_CHARS = 2048
 INLINE_MESSAGES = 32
+PROMPT_END_TOKENS = 16  # hold the tag that opens an answer's reasoning, were each a letter
 # Deltas taken in one go, at 0.7 us each, or three where there are stop strings. Fewer, and at 4,096 rows the
 # flushes between the turns let the engine run half a second ahead.
 ROWS_A_TURN = 1024
@@ -223,8 +225,10 @@ class AsyncLLM:
         encode = partial(self.tokenizer.encode, text, max_len=self.limits.max_prompt_len)
         return await self._run(len(text), encode)
 
-    async def encode_chat(self, messages: Messages) -> list[int]:
-        """Token ids of a conversation, rendered by the model's own template.
+    async def encode_chat(
+        self, messages: Messages, *, tools: list[dict[str, Any]] | None = None, variables: dict[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, rendered by the model's own template with these tools and further variables.
 
         Raises:
             InvalidRequest: the model has no template, or the template refuses the messages.
@@ -236,17 +240,41 @@ class AsyncLLM:
         if self.chat_template is None:
             raise InvalidRequest("this model has no chat template; use completions", "messages")
         encode = partial(
-            self.chat_template.encode, list(messages), self.tokenizer, max_len=self.limits.max_prompt_len
+            self.chat_template.encode,
+            list(messages),
+            self.tokenizer,
+            tools=tools,
+            variables=variables,
+            max_len=self.limits.max_prompt_len,
         )
-        return await self._run(_num_chars(messages), encode)
+        return await self._run(_num_chars([*messages, *(tools or ())]), encode)
+
+    def answer_parser(
+        self, prompt_ids: Sequence[int], names: frozenset[str] | None = None, **options: bool
+    ) -> AnswerParser | None:
+        """Parts an answer behind this prompt into reasoning, content and calls of `names`. None: it is all content.
+
+        Raises:
+            InvalidRequest: as AnswerForm.parser, whose options these are.
+        """
+        if self.chat_template is None:
+            return None
+        prompt_end = self.tokenizer.decode(list(prompt_ids[-PROMPT_END_TOKENS:]), skip_special_tokens=False)
+        return self.chat_template.form.parser(prompt_end, names, **options)
 
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, wants_progress: bool = False
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        wants_progress: bool = False,
+        shown: tuple[str, ...] = (),
     ) -> Stream:
         """Queue one sequence. Every check happens here, before the engine hears of it.
 
         `max_tokens` larger than what fits behind the prompt is shortened to that. With `wants_progress` the
-        stream's `progress` is kept up to date, from the queue to the first token.
+        stream's `progress` is kept up to date, from the queue to the first token. `shown` are special tokens that
+        the text is to have all the same.
 
         Raises:
             InvalidRequest: naming the field; ContextTooLong among them.
@@ -256,7 +284,7 @@ class AsyncLLM:
         submission = self._submission(_ids(prompt_ids), _of_right_kinds(params), wants_progress)
         if problem := submission.problem(self.limits):
             raise InvalidRequest(problem.message, problem.param)
-        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens, shown=shown)
         mailbox = Mailbox(submission, detokenizer, _matcher(params.stop), self.pace)
         self._mailboxes[submission.request_id] = mailbox  # before the engine can answer
         if self._empty.is_set():

@@ -9,19 +9,30 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
 from ..errors import AsyncLLMError, InvalidRequest, ModelNotFound
 from ..llm import AsyncLLM, Stream
-from ..types import Completion, SamplingParams
+from ..types import Completion, FinishReason, SamplingParams
 from ..wire import replies, requests, sse
 from ..wire.messages import template_messages
-from ..wire.replies import Chunks, Head, Usage
+from ..wire.replies import Head, Usage
 from ..wire.requests import ChatRequest, CompletionRequest
+from ..wire.tools import tool_use
 from .events import EventResponse
 from .gate import LLM, read_body
+from .parting import Parting, parting
+
+
+class ChoiceChunks(Protocol):
+    """One choice's text as events."""
+
+    def text(self, text: str, usage: Usage | None = None) -> bytes: ...
+
+    def finish(self, reason: FinishReason, usage: Usage | None = None) -> bytes: ...
 
 
 class Dialect(msgspec.Struct, frozen=True):
@@ -30,7 +41,8 @@ class Dialect(msgspec.Struct, frozen=True):
     id_prefix: str
     chunk_object: str
     reply: Callable[[Head, list[Completion]], bytes]
-    chunks: Callable[[Head, int], Chunks]
+    chunks: Callable[[Head, int], ChoiceChunks]
+    shown: tuple[str, ...] = ()  # special tokens that the answer's text must have
 
 
 CHAT = Dialect("chatcmpl-", "chat.completion.chunk", replies.chat_reply, replies.chat_chunks)
@@ -44,8 +56,35 @@ async def chat(request: web.Request) -> web.StreamResponse:
     check_model(llm, body.model)
     messages = template_messages(body.messages)
     params = requests.chat_params(body)
-    prompt_ids = await llm.encode_chat(messages)
-    return await _answer(request, CHAT, body, [prompt_ids], params)
+    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    if use is not None and use.must_call:
+        raise InvalidRequest(
+            "a tool cannot be demanded of this server yet; tool_choice auto lets it choose", "tool_choice"
+        )
+    variables = _variables(llm, body)
+    tools = None if use is None else use.for_template()
+    prompt_ids = await llm.encode_chat(messages, tools=tools, variables=variables)
+    dialect = _dialect(parting(llm, body, prompt_ids, use))
+    return await _answer(request, dialect, body, [prompt_ids], params)
+
+
+def _dialect(parted: Parting | None) -> Dialect:
+    """Chat's, or that of answers that are more than content."""
+    if parted is None:
+        return CHAT
+    return msgspec.structs.replace(CHAT, reply=parted.reply, chunks=parted.chunks, shown=parted.shown)
+
+
+def _variables(llm: AsyncLLM, body: ChatRequest) -> dict[str, Any]:
+    """What the request tells the template.
+
+    Raises:
+        InvalidRequest: an effort that the template does not look at.
+    """
+    template, asks = llm.chat_template, body.reasoning_effort not in (None, "none")
+    if asks and template is not None and not template.reads(*requests.EFFORT_VARIABLES):
+        raise InvalidRequest("this model reasons as it does: its template takes no effort", "reasoning_effort")
+    return requests.template_variables(body)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -78,7 +117,7 @@ async def _answer(
 ) -> web.StreamResponse:
     llm = request.app[LLM]
     head = Head(dialect.id_prefix + secrets.token_hex(12), int(time.time()), llm.model_name)
-    with _submitted(llm, prompts, params) as streams:
+    with _submitted(llm, prompts, params, dialect.shown) as streams:
         if body.stream:
             want_usage, usage_always = requests.wants_usage(body)
             response = EventResponse(request)
@@ -90,7 +129,9 @@ async def _answer(
 
 
 @contextmanager
-def _submitted(llm: AsyncLLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Iterator[list[Stream]]:
+def _submitted(
+    llm: AsyncLLM, prompts: Sequence[Sequence[int]], params: SamplingParams, shown: tuple[str, ...]
+) -> Iterator[list[Stream]]:
     """Every prompt in the engine; none of them any more when the handler is left, however it is left.
 
     The abort is synchronous: a cancelled handler may not await.
@@ -99,7 +140,7 @@ def _submitted(llm: AsyncLLM, prompts: Sequence[Sequence[int]], params: Sampling
     try:
         for i, prompt_ids in enumerate(prompts):
             with _naming_prompt(i if len(prompts) > 1 else None):
-                streams.append(llm.submit(prompt_ids, params))
+                streams.append(llm.submit(prompt_ids, params, shown=shown))
         yield streams
     finally:
         for stream in streams:
@@ -138,7 +179,7 @@ async def _stream(
 class Answer:
     """The choices of one streamed request, as the Reader that turns their text into events."""
 
-    def __init__(self, response: EventResponse, streams: list[Stream], chunks: list[Chunks], usage_always: bool):
+    def __init__(self, response: EventResponse, streams: list[Stream], chunks: list[ChoiceChunks], usage_always: bool):
         self.dirty = False
         self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: AsyncLLMError | None = None
@@ -198,7 +239,7 @@ class Answer:
         for stream in self._streams:
             stream.listen(None)
 
-    def _take_one(self, stream: Stream, chunks: Chunks, usage: Usage | None) -> bytes:
+    def _take_one(self, stream: Stream, chunks: ChoiceChunks, usage: Usage | None) -> bytes:
         text, last = stream.take_text(), stream.last
         data = chunks.text(text, usage) if text else b""
         if last is not None and last.finish_reason is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ..errors import InvalidRequest
 from . import reasoning, tools
 from .pieces import Kind, Piece
 from .reasoning import Splitter, Tags
@@ -33,6 +34,33 @@ class AnswerForm(msgspec.Struct, frozen=True):
         tags = reasoning.detect(template) if reasoning_parser == "auto" else reasoning_parser
         form = tools.detect(template) if tool_parser == "auto" else tool_parser
         return cls(reasoning.TAGS.get(tags or ""), tools.FORMS.get(form or ""))
+
+    def parser(
+        self,
+        prompt_end: str,
+        names: frozenset[str] | None = None,
+        *,
+        one_call: bool = False,
+        parts_reasoning: bool = True,
+    ) -> "AnswerParser | None":
+        """For one answer behind a prompt that ends so, which may call `names`. None: it is content, whatever it says.
+
+        Raises:
+            InvalidRequest: tools for a model whose calls would not be found.
+        """
+        if names and self.calls is None:
+            raise InvalidRequest("this model writes calls in a form unknown here, or is served without tools", "tools")
+        splitter = calls = None
+        if self.tags is not None and parts_reasoning:
+            splitter = Splitter(self.tags, is_open=self.tags.is_open(prompt_end))
+        if names and self.calls is not None:
+            calls = CallParser(self.calls, names)
+        return AnswerParser(splitter, calls, one_call=one_call) if splitter or calls else None
+
+    def markers(self, *, calls: bool) -> tuple[str, ...]:
+        """What the parsers must see where it is a special token."""
+        tags = () if self.tags is None else (self.tags.open, self.tags.close)
+        return tags + (self.calls.markers if calls and self.calls is not None else ())
 
 
 class AnswerParser:

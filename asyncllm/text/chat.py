@@ -17,6 +17,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InvalidRequest, ModelError
+from .answer import AnswerForm
+from .telling import calls_told, tools_told
 from .tokenizer import Tokenizer, read_json, token_text
 
 MAX_RENDERED_CHARS = 64 << 20  # twice the largest body
@@ -28,13 +30,18 @@ Message = dict[str, Any]
 class ChatTemplate:
     """One compiled template and the special tokens it may name."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
-        """Compile.
+    def __init__(
+        self, source: str, special_tokens: dict[str, str] | None = None, form: AnswerForm | None = None
+    ) -> None:
+        """Compile. `form`: how the model writes what is not plain content, if not as the template shows.
 
         Raises:
             ModelError: the template has a syntax error.
         """
         self.source = source
+        self.form = form or AnswerForm.of(source)
+        self._knows_tools = self.reads("tools")
+        self._knows_calls = self.reads("tools", "tool_calls")
         self._special_tokens = special_tokens or {}
         try:
             self._template = _environment().from_string(source)
@@ -42,8 +49,10 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template does not compile: {error}") from error
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> "ChatTemplate | None":
-        """The folder's template, or None when it has none.
+    def from_folder(
+        cls, path: str | Path, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> "ChatTemplate | None":
+        """The folder's template, or None when it has none. The parsers are tools.FORMS, reasoning.TAGS, none or auto.
 
         Raises:
             ModelError: a template that does not compile, or a file that cannot be read.
@@ -54,10 +63,23 @@ class ChatTemplate:
         if source is None:
             return None
         texts = {name: token_text(config.get(name)) for name in _SPECIAL_TOKENS}
-        return cls(source, {name: text for name, text in texts.items() if text is not None})
+        form = AnswerForm.of(source, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+        return cls(source, {name: text for name, text in texts.items() if text is not None}, form)
 
-    def encode(self, messages: list[Message], tokenizer: Tokenizer, *, max_len: int | None = None) -> list[int]:
-        """The prompt of these messages as ids, ready for the answer.
+    def reads(self, *variables: str) -> bool:
+        """Whether it looks at one of these."""
+        return any(variable in self.source for variable in variables)
+
+    def encode(
+        self,
+        messages: list[Message],
+        tokenizer: Tokenizer,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+        max_len: int | None = None,
+    ) -> list[int]:
+        """The prompt of these messages as ids, ready for the answer. `variables` are further ones of the template.
 
         Control tokens come from the template alone: their text inside a message stays text.
 
@@ -66,22 +88,32 @@ class ChatTemplate:
             ContextTooLong: more than max_len ids.
         """
         try:
-            rendered = self.render(messages)
+            if not self._knows_calls and any(message.get("tool_calls") for message in messages):
+                messages = calls_told(messages)
+            if tools and not self._knows_tools:
+                messages, tools = tools_told(messages, tools), None
+            rendered = self.render(messages, tools, variables)
             tokenizer.check_chars(len(rendered), max_len)  # first: looking for marks in 20 MB holds the GIL for 0.4 s
-            marked, mark = tokenizer.control.mark(messages)
+            marked, mark = tokenizer.control.mark([*messages, *(tools or ()), variables or {}])
             if mark:
-                rendered = self.render(marked)
+                rest = marked[len(messages) : -1]
+                rendered = self.render(marked[: len(messages)], rest if tools else None, marked[-1])
         except RecursionError:
             raise InvalidRequest("the messages are nested too deeply", "messages") from None
         return tokenizer.encode_rendered(rendered, mark=mark, max_len=max_len)
 
-    def render(self, messages: list[Message]) -> str:
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
         """The text that the template makes of these messages, with the opening of the answer.
 
         Raises:
             InvalidRequest: the template refuses the messages (its own sentence) or cannot render them.
         """
-        context: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}
+        context: dict[str, Any] = {"documents": None, **(variables or {}), "tools": tools, **self._special_tokens}
         parts: list[str] = []
         room = MAX_RENDERED_CHARS
         try:

@@ -41,6 +41,7 @@ class Tokenizer:
         self._middle = _middle_backend(backend, spec)
         self._table = token_bytes(spec, vocab)
         self._visible = self._table and _without(self._table, self.special_ids)
+        self._tables_showing: dict[frozenset[int], list[bytes]] = {}
         self._most_chars_a_token = _most_chars_a_token(spec, self._table)
         self.start_ids = list(backend.encode_batch_fast([""])[0].ids)  # what encode() puts in front
 
@@ -120,11 +121,22 @@ class Tokenizer:
         if max_len is not None and (num_tokens := self.num_tokens_at_least(num_chars)) > max_len:
             raise context_too_long(max_len, f"at least {num_tokens}")
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental detokenizer for one sequence."""
+    def detokenizer(self, *, skip_special_tokens: bool = True, shown: tuple[str, ...] = ()) -> Detokenizer:
+        """A fresh incremental detokenizer for one sequence. `shown` are special tokens not to be skipped."""
+        ids = [self._backend.token_to_id(text) for text in shown]
+        shown_ids = self.special_ids.intersection([token_id for token_id in ids if token_id is not None])
         if self._table is None or self._visible is None:
-            return StreamDetokenizer(self._backend, skip_special_tokens)
+            return StreamDetokenizer(self._backend, skip_special_tokens and not shown_ids)
+        if shown_ids and skip_special_tokens:
+            return TableDetokenizer(self._showing(shown_ids))
         return TableDetokenizer(self._visible if skip_special_tokens else self._table)
+
+    def _showing(self, shown_ids: frozenset[int]) -> list[bytes]:
+        """The table that skips every special token but these; a model has one or two such sets."""
+        assert self._table is not None
+        if (table := self._tables_showing.get(shown_ids)) is None:
+            table = self._tables_showing[shown_ids] = _without(self._table, self.special_ids - shown_ids)
+        return table
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The whole text of these ids, by the rules of the incremental one."""

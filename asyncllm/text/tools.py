@@ -86,7 +86,8 @@ class CallParser:
         if self._state == self._in_call and self._form.open is None and not self._reader.announced:
             self._say(self._opening + self._reader.raw)
         elif self._state == self._behind_call:
-            self._say(self._held.lstrip(_SEPARATORS))
+            rest = self._held.lstrip(_SEPARATORS)
+            self._say("" if (self._form.close or "").startswith(rest) else rest)
         elif self._state != self._behind_tag:
             self._say(self._held)
         self._held = ""

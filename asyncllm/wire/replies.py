@@ -6,6 +6,8 @@ A streamed chunk is a prefix and a suffix made once a request with the encoded t
 where encoding the whole chunk as a struct takes 1.2 us and as a dict 3.4 us.
 """
 
+from typing import Any, NamedTuple
+
 import msgspec
 import orjson
 
@@ -19,6 +21,13 @@ class Head(msgspec.Struct, frozen=True):
     id: str
     created: int
     model: str
+
+
+class Message(NamedTuple):
+    """What one choice says, and how it ended in OpenAI's words."""
+
+    body: dict[str, Any]
+    finish_reason: str
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -37,7 +46,13 @@ class Usage(msgspec.Struct, frozen=True):
 
 def chat_reply(head: Head, answers: list[Completion]) -> bytes:
     """A chat.completion."""
-    return _reply(head, "chat.completion", [_chat_choice(i, answer) for i, answer in enumerate(answers)], answers)
+    return messages_reply(head, answers, [_message(answer) for answer in answers])
+
+
+def messages_reply(head: Head, answers: list[Completion], messages: list[Message]) -> bytes:
+    """A chat.completion whose messages are made already."""
+    choices = [_chat_choice(i, *choice) for i, choice in enumerate(zip(answers, messages, strict=True))]
+    return _reply(head, "chat.completion", choices, answers)
 
 
 def completion_reply(head: Head, answers: list[Completion]) -> bytes:
@@ -65,17 +80,17 @@ class Chunks:
             return b"%b%b%b" % (self._prefix, orjson.dumps(text), self._end)
         prefix = self._prefix if self._begun else self._first
         self._begun = True
-        return b"%b%b%b%b" % (prefix, orjson.dumps(text), self._suffix, _end(usage))
+        return b"%b%b%b%b" % (prefix, orjson.dumps(text), self._suffix, chunk_end(usage))
 
     def finish(self, reason: FinishReason, usage: Usage | None = None) -> bytes:
         """The event that closes the choice, after one that opens it if there was no text."""
         opening = b"" if self._begun else self._empty
-        return b'%b%b"%b"}]%b' % (opening, self._finish, reason.value.encode(), _end(usage))
+        return b'%b%b"%b"}]%b' % (opening, self._finish, reason.value.encode(), chunk_end(usage))
 
 
 def chat_chunks(head: Head, index: int = 0) -> Chunks:
     """The events of a chat.completion.chunk stream. The role comes with the first text, never before it."""
-    start = _start(head, "chat.completion.chunk", index)
+    start = chunk_start(head, "chat.completion.chunk", index)
     first = start + b'"delta":{"role":"assistant","content":'
     suffix = b'},"logprobs":null,"finish_reason":null}]'
     return Chunks(
@@ -89,7 +104,7 @@ def chat_chunks(head: Head, index: int = 0) -> Chunks:
 
 def completion_chunks(head: Head, index: int = 0) -> Chunks:
     """The events of a streamed text_completion."""
-    start = _start(head, "text_completion", index) + b'"text":'
+    start = chunk_start(head, "text_completion", index) + b'"text":'
     return Chunks(
         first=start,
         prefix=start,
@@ -108,18 +123,21 @@ def usage_chunk(head: Head, kind: str, usage: Usage) -> bytes:
 _END = b"}\n\n"
 
 
-def _end(usage: Usage | None) -> bytes:
+def chunk_end(usage: Usage | None) -> bytes:
     return _END if usage is None else b',"usage":' + orjson.dumps(usage.as_dict()) + _END
 
 
-def _start(head: Head, kind: str, index: int) -> bytes:
+def chunk_start(head: Head, kind: str, index: int) -> bytes:
     body = orjson.dumps({"id": head.id, "object": kind, "created": head.created, "model": head.model})
     return b'data: %b,"choices":[{"index":%d,' % (body[:-1], index)
 
 
-def _chat_choice(index: int, answer: Completion) -> dict[str, object]:
-    message = {"role": "assistant", "content": answer.text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": None, "finish_reason": answer.finish_reason.value}
+def _message(answer: Completion) -> Message:
+    return Message({"role": "assistant", "content": answer.text, "refusal": None}, answer.finish_reason.value)
+
+
+def _chat_choice(index: int, answer: Completion, message: Message) -> dict[str, object]:
+    return {"index": index, "message": message.body, "logprobs": None, "finish_reason": message.finish_reason}
 
 
 def _text_choice(index: int, answer: Completion) -> dict[str, object]:

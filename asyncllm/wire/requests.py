@@ -14,12 +14,17 @@ import msgspec
 from ..errors import InvalidRequest
 from ..types import SamplingParams
 from .messages import Message
-from .unserved import COMPLETIONS, Unserved, refuse_unserved
+from .tools import Tool, ToolChoice
+from .unserved import CHAT, COMPLETIONS, Unserved, refuse_unserved
 
 MAX_PROMPTS = 64
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 GREEDY_BELOW = 1e-5  # a temperature that makes every other token impossible, and would divide to infinity
 _MAX_TOP_K = 2**31 - 1  # larger ones are off all the same
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
+_OURS = frozenset(("messages", "tools", "documents", "add_generation_prompt"))  # of a template's variables
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Prompt = str | list[int]
@@ -50,6 +55,13 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    separate_reasoning: bool | None = None  # false: the tags and what is between stay in the content
+    include_reasoning: bool | None = None  # false: reasoning is not told
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(msgspec.Struct, kw_only=True):
@@ -83,7 +95,7 @@ def decode_chat(body: bytes) -> ChatRequest:
     Raises:
         InvalidRequest: naming the field.
     """
-    return decode(_chat, body)
+    return decode(_chat, body, CHAT)
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
@@ -106,6 +118,27 @@ def chat_params(request: ChatRequest) -> SamplingParams:
             raise InvalidRequest(f"'{name}' must be at least 1, got {limit}", name)
     limits = (request.max_completion_tokens, request.max_tokens)
     return sampling_params(request, next((limit for limit in limits if limit is not None), None))
+
+
+def template_variables(request: ChatRequest) -> dict[str, Any]:
+    """What the request tells the chat template beside messages and tools.
+
+    An effort is told under the names that templates know it by: some count it, others switch thinking on or off.
+
+    Raises:
+        InvalidRequest: a variable that is not the request's to set, or an effort that there is none of.
+    """
+    variables: dict[str, Any] = {}
+    if (effort := request.reasoning_effort) is not None:
+        if effort not in EFFORTS:
+            raise InvalidRequest(f"'reasoning_effort' is one of {', '.join(EFFORTS)}", "reasoning_effort")
+        thinks = effort != "none"
+        variables = dict(zip(EFFORT_VARIABLES, (effort, thinks, thinks), strict=True))
+    for name in request.chat_template_kwargs or {}:
+        if name in _OURS or name.endswith("_token"):
+            path = f"chat_template_kwargs.{name[:80]}"
+            raise InvalidRequest(f"{name[:80]!r} is not for a request to set", path)
+    return variables | (request.chat_template_kwargs or {})
 
 
 def completion_params(request: CompletionRequest) -> SamplingParams:

@@ -22,7 +22,6 @@ _BOOLS = (True, False)
 # name: the values, besides empty ones, that ask for nothing
 UNSERVED: dict[str, tuple[Any, ...]] = {
     # tools and structure
-    "tools": (), "tool_choice": ("none", "auto"), "parallel_tool_calls": _BOOLS,
     "functions": (), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
     "guided_choice": (), "guided_grammar": (), "guided_decoding_backend": (), "guided_whitespace_pattern": (),
@@ -37,15 +36,20 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (), "prompt_embeds": (), "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,), "spaces_between_special_tokens": (True,), "detokenize": (True,),
     # templates and reasoning
-    "chat_template": (), "chat_template_kwargs": (), "documents": (), "add_generation_prompt": (True,),
-    "continue_final_message": (False,), "reasoning_effort": (), "separate_reasoning": _BOOLS,
-    "stream_reasoning": _BOOLS,
+    "chat_template": (), "documents": (), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "stream_reasoning": (True,),
     # other services
     "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (), "moderation": (),
     "verbosity": ("medium",), "priority": (0,), "cache_salt": (), "lora": (), "lora_path": (),
     "kv_transfer_params": (), "mm_processor_kwargs": (),
 }  # fmt: skip
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
+
+# Served by chat alone.
+CHAT_ALONE: dict[str, tuple[Any, ...]] = {
+    "tools": (), "tool_choice": ("none", "auto"), "parallel_tool_calls": _BOOLS, "chat_template_kwargs": (),
+    "reasoning_effort": (), "separate_reasoning": _BOOLS, "include_reasoning": _BOOLS,
+}  # fmt: skip
 
 # Of responses alone.
 _OF_RESPONSES: dict[str, tuple[Any, ...]] = {
@@ -57,7 +61,7 @@ _OF_RESPONSES: dict[str, tuple[Any, ...]] = {
 
 # Of tokenize alone, which shares the template's fields with chat.
 _OF_TOKENS: dict[str, tuple[Any, ...]] = {
-    name: UNSERVED[name]
+    name: (UNSERVED | CHAT_ALONE)[name]
     for name in (
         "tools", "chat_template", "chat_template_kwargs", "documents", "add_generation_prompt",
         "continue_final_message", "mm_processor_kwargs", "truncate_prompt_tokens",
@@ -76,8 +80,9 @@ class Unserved:
         self.decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(given)
 
 
-COMPLETIONS = Unserved(UNSERVED)
-RESPONSES = Unserved(UNSERVED | _OF_RESPONSES)
+CHAT = Unserved(UNSERVED)
+COMPLETIONS = Unserved(UNSERVED | CHAT_ALONE)
+RESPONSES = Unserved(UNSERVED | CHAT_ALONE | _OF_RESPONSES)
 TOKENS = Unserved(_OF_TOKENS)
 
 

@@ -65,7 +65,7 @@ async def test_chat_2_a_message_with_an_unknown_role_does_not_vanish(serve: Serv
 
 async def test_chat_4_null_content_and_parts(serve: Serve) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    async with serve() as served:
+    async with serve(max_model_len=512, num_pages=300) as served:
 
         async def num_tokens(messages: list[dict[str, Any]]) -> int:
             answer = await served.chat(messages)

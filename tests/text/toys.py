@@ -12,6 +12,16 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# As Qwen3's: tools, thinking to be switched off, results of calls.
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Answer in <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n{% endif %}'
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% if thinking_opened %}<think>\n{% endif %}"
+)
 EOS_ID = 2
 CORPUS = (
     "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.",

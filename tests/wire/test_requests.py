@@ -14,7 +14,7 @@ from asyncllm.types import SamplingParams
 from asyncllm.wire import requests
 from asyncllm.wire.messages import template_messages
 from asyncllm.wire.requests import ChatRequest, CompletionRequest, StreamOptions
-from asyncllm.wire.unserved import LABELS, UNSERVED
+from asyncllm.wire.unserved import CHAT_ALONE, LABELS, UNSERVED
 
 HI = [{"role": "user", "content": "hi"}]
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -76,6 +76,13 @@ def test_an_unserved_field_is_refused_by_name(name: str) -> None:
         assert f"'{name}'" in message
 
 
+@pytest.mark.parametrize("name", sorted(CHAT_ALONE))
+def test_what_chat_alone_serves_completions_refuse(name: str) -> None:
+    assert refusal(completion, **{name: {"asks": "for something"}})[0] == name
+    for value in (None, *CHAT_ALONE[name]):
+        completion(**{name: value})
+
+
 @pytest.mark.parametrize("name", sorted(UNSERVED))
 def test_a_value_that_asks_for_nothing_is_accepted(name: str) -> None:
     for value in (None, "", [], {}, *UNSERVED[name]):
@@ -88,10 +95,9 @@ def test_a_value_that_asks_for_nothing_is_accepted(name: str) -> None:
     [
         ("n", 2), ("n", True), ("n", 0), ("n", "1"), ("n", 10**18), ("best_of", 3), ("logprobs", True), ("logprobs", 0),
         ("logprobs", 5), ("top_logprobs", 1), ("top_logprobs", False), ("presence_penalty", 2),
-        ("tool_choice", "required"),
-        ("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}), ("modalities", ["audio"]),
+        ("response_format", {"type": "json_object"}), ("modalities", ["audio"]),
         ("logit_bias", {"-1": 100}), ("echo", True), ("suffix", "x"), ("repetition_penalty", 1.1),
-        ("chat_template", "{{ 1 }}"), ("chat_template_kwargs", {"enable_thinking": False}), ("reasoning_effort", "low"),
+        ("chat_template", "{{ 1 }}"),
         ("add_generation_prompt", False), ("verbosity", "high"), ("frequency_penalty", -0.5),
     ],
 )  # fmt: skip
