@@ -13,7 +13,7 @@ from ..errors import Draining, QueueFull
 from ..llm import AsyncLLM
 from ..wire.openapi import document
 from .completions import check_model
-from .gate import LLM
+from .gate import LLM, json_response
 from .metrics import Metrics
 
 METRICS = web.AppKey("metrics", Metrics)
@@ -21,20 +21,20 @@ METRICS = web.AppKey("metrics", Metrics)
 
 async def models(request: web.Request) -> web.Response:
     """GET /v1/models."""
-    return _json({"object": "list", "data": [_model(request.app[LLM])]})
+    return json_response({"object": "list", "data": [_model(request.app[LLM])]})
 
 
 async def model(request: web.Request) -> web.Response:
     """GET /v1/models/{id}; the id may hold slashes."""
     check_model(request.app[LLM], request.match_info["id"])
-    return _json(_model(request.app[LLM]))
+    return json_response(_model(request.app[LLM]))
 
 
 async def health(request: web.Request) -> web.Response:
     """GET /health: live unless the engine has died. A long prefill or a drain is life."""
     if (dead := request.app[LLM].dead) is not None:
         raise dead
-    return _json({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 async def ready(request: web.Request) -> web.Response:
@@ -46,12 +46,12 @@ async def ready(request: web.Request) -> web.Response:
         raise Draining("the server is stopping")
     if llm.num_live >= llm.limits.max_running + llm.limits.max_waiting:
         raise QueueFull("the queue is full")
-    return _json({"status": "ready"})
+    return json_response({"status": "ready"})
 
 
 async def version(request: web.Request) -> web.Response:
     """GET /version."""
-    return _json({"version": __version__})
+    return json_response({"version": __version__})
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -80,7 +80,3 @@ def _model(llm: AsyncLLM) -> dict[str, object]:
         "root": name,  # vllm's benchmark client reads it
         "max_model_len": llm.limits.max_model_len,  # LiteLLM reads it
     }
-
-
-def _json(body: dict[str, object]) -> web.Response:
-    return web.Response(body=orjson.dumps(body), content_type="application/json")

@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from ..llm import AsyncLLM
-from . import admin, completions, gate, live, responses, tokens, websocket
+from . import admin, anthropic, completions, gate, live, responses, tokens, websocket
 from .metrics import Metrics
 from .settings import Settings
 
@@ -28,7 +28,8 @@ _CLOSING_S = 2.0  # for the last events to reach their sockets; aiohttp may take
 def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Application:
     """The routes around one engine."""
     settings = settings or Settings()
-    app = web.Application(middlewares=[gate.answer_errors], client_max_size=settings.max_body_bytes)
+    middlewares = [gate.answer_errors, anthropic.answer_errors]
+    app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)
     app[gate.LLM] = llm
     app[gate.SETTINGS] = settings
     app[live.RESPONSES] = live.Responses(llm, settings)
@@ -38,6 +39,7 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
     app.cleanup_ctx.append(websocket.draining)
     app.on_shutdown.append(_close_sockets)
     app.on_response_prepare.append(gate.add_request_id)
+    app.on_response_prepare.append(anthropic.add_request_id)
     app.add_routes(
         [
             web.post("/v1/chat/completions", completions.chat),
@@ -48,6 +50,8 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
             web.delete("/v1/responses/{id}", responses.delete),
             web.get("/v1/responses/{id}/events", responses.events),
             web.post("/v1/responses/{id}/cancel", responses.cancel),
+            web.post(anthropic.PATH, anthropic.messages),
+            web.post(f"{anthropic.PATH}/count_tokens", anthropic.count_tokens),
             web.post("/v1/embeddings", tokens.embeddings),
             web.get("/v1/models", admin.models),
             web.get("/v1/models/{id:.+}", admin.model),

@@ -7,8 +7,10 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from typing import Any
 from urllib.parse import urlsplit
 
+import orjson
 from aiohttp import web
 
 from ..errors import AsyncLLMError, BodyTooLarge, InvalidRequest
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 SETTINGS = web.AppKey("settings", Settings)
 LLM = web.AppKey("llm", AsyncLLM)
 REQUEST_ID_HEADER = "X-Request-Id"
+_REQUEST_ID = web.RequestKey("request_id", str)
 MAX_REQUEST_ID_CHARS = 128
 _SMALL_BODY_BYTES = 1 << 20  # decoded within 40 ms, whatever it holds
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -69,9 +72,11 @@ def check_density(body: bytes, limits: EngineLimits) -> None:
 
 def request_id(request: web.Request) -> str:
     """The client's id if it is safe to repeat, else one of ours. A label for people: never a key of anything."""
-    theirs = request.headers.get(REQUEST_ID_HEADER, "")
-    is_sane = 0 < len(theirs) <= MAX_REQUEST_ID_CHARS and theirs.isascii() and theirs.isprintable()
-    return theirs if is_sane else f"req_{secrets.token_hex(12)}"
+    if (known := request.get(_REQUEST_ID)) is None:
+        theirs = request.headers.get(REQUEST_ID_HEADER, "")
+        is_sane = 0 < len(theirs) <= MAX_REQUEST_ID_CHARS and theirs.isascii() and theirs.isprintable()
+        request[_REQUEST_ID] = known = theirs if is_sane else f"req_{secrets.token_hex(12)}"
+    return known
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
@@ -108,6 +113,11 @@ def check_origin(request: web.Request) -> None:
         is_ours = False
     if not is_ours:
         raise web.HTTPForbidden(text="this page is not of this server")
+
+
+def json_response(body: dict[str, Any]) -> web.Response:
+    """An answer that is a JSON object."""
+    return web.Response(body=orjson.dumps(body), content_type="application/json")
 
 
 def error_response(error: Exception) -> web.Response:

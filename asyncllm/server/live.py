@@ -226,6 +226,7 @@ class LiveResponse:
             num_prompt_tokens=self._stream.num_prompt_tokens,
             num_cached_tokens=last.num_cached_tokens,
             num_output_tokens=last.num_output_tokens,
+            stop_string=last.stop_reason if isinstance(last.stop_reason, str) else None,
         )
         if last.finish_reason is FinishReason.STOP:
             return whole

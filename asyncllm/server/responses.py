@@ -5,7 +5,6 @@ Loop thread. It never knows token ids' meaning, steps or pages.
 
 import asyncio
 
-import orjson
 from aiohttp import web
 
 from ..errors import InvalidRequest
@@ -13,7 +12,7 @@ from ..wire.response_events import EventStream
 from ..wire.responses import decode_response
 from .completions import check_model
 from .events import EventResponse
-from .gate import LLM, read_body
+from .gate import LLM, json_response, read_body
 from .live import RESPONSES, LiveResponse
 
 
@@ -21,8 +20,16 @@ async def create(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses."""
     body = decode_response(await read_body(request))
     check_model(request.app[LLM], body.model)
-    live = await request.app[RESPONSES].start(body)
-    if body.stream:
+    return await answer(request, await request.app[RESPONSES].start(body), stream=body.stream is True)
+
+
+async def answer(request: web.Request, live: LiveResponse, *, stream: bool) -> web.StreamResponse:
+    """All of it as events, or as one object. It ends with its client, unless that may come back.
+
+    Raises:
+        AsyncLLMError: what ended it.
+    """
+    if stream:
         return await _stream(request, live)
     try:
         await asyncio.wait([live.over])  # over itself would be cancelled with this handler
@@ -31,7 +38,7 @@ async def create(request: web.Request) -> web.StreamResponse:
             live.cancel()
     if live.error is not None:
         raise live.error
-    return _json(live.whole())
+    return json_response(live.whole())
 
 
 async def retrieve(request: web.Request) -> web.StreamResponse:
@@ -39,7 +46,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     live = _live(request)
     if request.query.get("stream", "").lower() in ("true", "1"):
         return await _stream(request, live, after=_number(request.query.get("starting_after"), "starting_after"))
-    return _json(live.whole())
+    return json_response(live.whole())
 
 
 async def events(request: web.Request) -> web.StreamResponse:
@@ -52,14 +59,14 @@ async def cancel(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses/{id}/cancel: a second time, or after the end, it changes nothing."""
     live = _live(request)
     live.cancel()
-    return _json(live.whole())
+    return json_response(live.whole())
 
 
 async def delete(request: web.Request) -> web.StreamResponse:
     """DELETE /v1/responses/{id}."""
     live = _live(request)
     request.app[RESPONSES].forget(live)
-    return _json({"id": live.id, "object": "response", "deleted": True})
+    return json_response({"id": live.id, "object": "response", "deleted": True})
 
 
 class EventSink:
@@ -122,7 +129,3 @@ def _number(text: str | None, name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 16):
         raise InvalidRequest(f"'{name}' must be the number of an event", name)
     return int(text)
-
-
-def _json(body: dict[str, object]) -> web.Response:
-    return web.Response(body=orjson.dumps(body), content_type="application/json")

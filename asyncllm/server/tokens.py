@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import orjson
 from aiohttp import web
 
 from ..errors import ContextTooLong, InvalidRequest
@@ -17,7 +16,7 @@ from ..text.tokenizer import token_text
 from ..wire.messages import template_messages
 from ..wire.tokens import TokenizeRequest, decode_detokenize, decode_embedding, decode_tokenize
 from .completions import check_model
-from .gate import LLM, read_body
+from .gate import LLM, json_response, read_body
 
 # A text may be longer than the context: people count to find out. A million ids hold the GIL for 0.1 s.
 MAX_TOKENS = 1 << 18
@@ -42,7 +41,7 @@ async def tokenize(request: web.Request) -> web.Response:
         token_ids = await _off_loop(request, len(body.prompt or ""), partial(_prompt_ids, llm, body))
     names = llm.tokenizer.spellings(token_ids) if body.return_token_strs else None
     limit = llm.limits.max_model_len
-    return _json({"count": len(token_ids), "max_model_len": limit, "tokens": token_ids, "token_strs": names})
+    return json_response({"count": len(token_ids), "max_model_len": limit, "tokens": token_ids, "token_strs": names})
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -51,7 +50,7 @@ async def detokenize(request: web.Request) -> web.Response:
     body = decode_detokenize(await read_body(request), llm.limits.vocab_size)
     check_model(llm, body.model)
     decode = partial(llm.tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens is True)
-    return _json({"prompt": await _off_loop(request, len(body.tokens), decode)})
+    return json_response({"prompt": await _off_loop(request, len(body.tokens), decode)})
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:
@@ -63,7 +62,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     info.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     source = None if llm.chat_template is None else llm.chat_template.source
     own = {"chat_template": source, "vocab_size": llm.tokenizer.vocab_size, "eos_token_ids": llm.tokenizer.eos_ids}
-    return _json(info | own)
+    return json_response(info | own)
 
 
 async def embeddings(request: web.Request) -> web.Response:
@@ -88,7 +87,3 @@ async def _off_loop(request: web.Request, size: int, call: Callable[[], Any]) ->
         return call()
     async with request.app[LONG_TEXTS]:
         return await asyncio.to_thread(call)
-
-
-def _json(body: dict[str, Any]) -> web.Response:
-    return web.Response(body=orjson.dumps(body), content_type="application/json")

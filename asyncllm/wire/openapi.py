@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from . import schemas as s
+from .anthropic import CountRequest, MessagesRequest
 from .requests import ChatRequest, CompletionRequest
 from .responses import ResponseRequest
 from .tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
@@ -58,6 +59,14 @@ ROUTES = (
     Route("delete", "/v1/responses/{id}", "Forget a response.", None, s.Deleted, None, (_ID,)),
     Route("get", "/v1/responses/{id}/events", "Its events, for an EventSource.", None, None, s.Event, (_ID, *_RESUME)),
     Route("post", "/v1/responses/{id}/cancel", "End a response.", None, s.Response, None, (_ID,)),
+    Route(
+        "post", "/v1/messages", "Answer a conversation, for Anthropic's clients.",
+        MessagesRequest, s.AnthropicMessage, s.Event, error=s.AnthropicError,
+    ),
+    Route(
+        "post", "/v1/messages/count_tokens", "The length of such a conversation.",
+        CountRequest, s.TokenCount, error=s.AnthropicError,
+    ),
     Route("post", "/v1/embeddings", "Refused: the model generates text.", EmbeddingRequest, status=""),
     Route("get", "/v1/models", "The model that is served.", None, s.ModelList),
     Route("get", "/v1/models/{id}", "The model, by its id.", None, s.Model, None, (_ID,)),

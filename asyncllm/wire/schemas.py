@@ -270,3 +270,53 @@ class Deleted(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"]
     deleted: bool
+
+
+# -- Anthropic's messages --
+
+
+class AnthropicErrorObject(msgspec.Struct, kw_only=True):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    """The answer to every failed request of these routes."""
+
+    type: Literal["error"]
+    error: AnthropicErrorObject
+    request_id: str
+
+
+class AnthropicBlock(msgspec.Struct, kw_only=True):
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    input: dict[str, Any] | UnsetType = UNSET
+
+
+class AnthropicUsage(msgspec.Struct, kw_only=True):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnthropicBlock]
+    stop_reason: (
+        Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
+    )
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class TokenCount(msgspec.Struct, kw_only=True):
+    input_tokens: int

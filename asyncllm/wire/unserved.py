@@ -59,6 +59,18 @@ _OF_RESPONSES: dict[str, tuple[Any, ...]] = {
     "max_tokens": (), "max_completion_tokens": (), "messages": (),  # another route's: not to be lost silently
 }  # fmt: skip
 
+# Of Anthropic's messages alone. Labels there: metadata, service_tier, inference_geo, user_profile_id, workspace_id,
+# cache_control (also in parts: every prefix is cached), and of tools defer_loading, eager_input_streaming and the like.
+OF_ANTHROPIC: dict[str, tuple[Any, ...]] = {
+    "tools": (), "tool_choice": ({"type": "auto"}, {"type": "none"}), "thinking": ({"type": "disabled"},),
+    "output_config": (), "output_format": (), "container": (), "diagnostics": (), "speed": ("standard",),
+    "context_management": (), "mcp_servers": (), "compaction": (), "fallbacks": (), "fallback_credit_token": (),
+    "billing_policy": (), "thread": (), "stop": (), "max_completion_tokens": (), "n": (1,),
+}  # fmt: skip
+ANTHROPIC_LABELS = frozenset((
+    "metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id", "cache_control", "betas",
+))  # fmt: skip
+
 # Of tokenize alone, which shares the template's fields with chat.
 _OF_TOKENS: dict[str, tuple[Any, ...]] = {
     name: (UNSERVED | CHAT_ALONE)[name]
@@ -84,6 +96,7 @@ CHAT = Unserved(UNSERVED)
 COMPLETIONS = Unserved(UNSERVED | CHAT_ALONE)
 RESPONSES = Unserved(UNSERVED | CHAT_ALONE | _OF_RESPONSES)
 TOKENS = Unserved(_OF_TOKENS)
+ANTHROPIC = Unserved(OF_ANTHROPIC)
 
 
 def refuse_unserved(body: bytes, unserved: Unserved = COMPLETIONS) -> None:

@@ -1,0 +1,229 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's words for the same answers."""
+
+import json
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncllm.wire import schemas
+from asyncllm.wire.anthropic import MessagesRequest, decode_messages, template_messages
+from asyncllm.wire.anthropic_events import MessageHead
+from asyncllm.wire.response_events import EventStream, Outcome, all_events
+from asyncllm.wire.sse import Decoder
+from asyncllm.wire.unserved import ANTHROPIC_LABELS, OF_ANTHROPIC
+
+from .conftest import BOTH, HI, MODEL, Serve, Served, endless
+
+PATH = "/v1/messages"
+
+
+async def ask(served: Served, **fields: Any) -> dict[str, Any]:
+    """One answer, whole or put together from its events, which are checked for their order."""
+    body = {"model": MODEL, "messages": HI, "max_tokens": 64, "temperature": 0} | fields
+    async with served.session.post(served.url + PATH, json=body) as response:
+        assert response.status == 200, await response.text()
+        assert response.headers["request-id"] == response.headers["X-Request-Id"]
+        raw = await response.read()
+    return put_together(raw) if body.get("stream") else json.loads(raw)
+
+
+def put_together(raw: bytes) -> dict[str, Any]:
+    events = [(event.type, json.loads(event.data)) for event in Decoder().feed(raw)]
+    assert [kind for kind, _ in events] == [body["type"] for _, body in events]
+    (_, start), *middle, (_, delta), (last, _) = events
+    assert (start["type"], delta["type"], last) == ("message_start", "message_delta", "message_stop")
+    message: dict[str, Any] = start["message"]
+    inputs: dict[int, str] = {}
+    for kind, event in middle:
+        if kind == "content_block_start":
+            assert event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
+        elif kind == "content_block_delta":
+            assert event["index"] == len(message["content"]) - 1
+            field, text = [item for item in event["delta"].items() if item[0] != "type"][0]
+            if field == "partial_json":
+                inputs[event["index"]] = inputs.get(event["index"], "") + text
+            else:
+                message["content"][-1][field] += text
+    for index, text in inputs.items():
+        message["content"][index]["input"] = json.loads(text)
+    return message | delta["delta"] | {"usage": delta["usage"]}
+
+
+async def test_whole_and_streamed_are_the_same(serve: Serve) -> None:
+    async with serve("Hello ďábelské 😀.") as served:
+        whole = await ask(served)
+        msgspec.convert(whole, schemas.AnthropicMessage)
+        assert whole["content"] == [{"type": "text", "text": "Hello ďábelské 😀."}]
+        assert (whole["stop_reason"], whole["stop_sequence"], whole["model"]) == ("end_turn", None, MODEL)
+        streamed = await ask(served, stream=True)
+        names = ("input_tokens", "cache_read_input_tokens")
+        prompts = [sum([one["usage"][name] for name in names]) for one in (whole, streamed)]
+        assert prompts == [(await served.chat()).usage["prompt_tokens"]] * 2
+        assert streamed["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+        for one in (whole, streamed):
+            one.pop("usage"), one.pop("id")
+        assert streamed == whole
+
+
+@BOTH
+async def test_why_it_stopped(serve: Serve, stream: bool) -> None:
+    async with serve(endless) as served:
+        cut = await ask(served, max_tokens=5, stream=stream)
+        assert (cut["stop_reason"], cut["content"][0]["text"]) == ("max_tokens", "abcde")
+        assert cut["usage"]["output_tokens"] == 5
+        stopped = await ask(served, stop_sequences=["zz", "def"], stream=stream)
+        assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "def")
+        assert stopped["content"][0]["text"] == "abc"
+        assert (await ask(served, max_tokens=10**6, stream=stream))["stop_reason"] == "model_context_window_exceeded"
+
+
+async def test_what_is_read_from_the_cache_stands_beside_the_input(serve: Serve) -> None:
+    async with serve("Hi.") as served:
+        first, second = await ask(served), await ask(served)
+        assert first["usage"]["cache_read_input_tokens"] == 0 < second["usage"]["cache_read_input_tokens"]
+        together = second["usage"]["input_tokens"] + second["usage"]["cache_read_input_tokens"]
+        assert together == first["usage"]["input_tokens"]
+
+
+async def test_tokens_are_counted_as_the_answer_counts_them(serve: Serve) -> None:
+    async with serve() as served:
+        body = {"messages": HI, "system": [{"type": "text", "text": "Be brief."}]}
+        counted = (await served.post(f"{PATH}/count_tokens", body)).body
+        assert counted == {"input_tokens": (await ask(served, **body))["usage"]["input_tokens"]}
+
+
+def turns(*messages: Any, **fields: Any) -> list[dict[str, Any]]:
+    body = {"max_tokens": 1, "messages": [{"role": role, "content": content} for role, content in messages]} | fields
+    return template_messages(decode_messages(json.dumps(body).encode()))
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+def test_messages_become_turns() -> None:
+    assert turns(("user", "a"), ("user", [text("b"), text("c")]), system="s") == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a\nb\nc"},
+    ]
+    document = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "d"}}
+    nested = {"type": "document", "source": {"type": "content", "content": [text("e")]}}
+    assert turns(("user", [document, nested, text("f")])) == [{"role": "user", "content": "T\nd\ne\nf"}]
+    assert turns(("user", "a"), ("system", "now"), ("user", "b"))[1] == {"role": "system", "content": "now"}
+
+
+def test_tool_use_and_its_result() -> None:
+    use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Brno"}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [text("sunny")]}
+    failed = {"type": "tool_result", "tool_use_id": "t2", "content": "no such city", "is_error": True}
+    thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
+    assert turns(
+        ("user", "weather?"), ("assistant", [thought, text("Let me see."), use]), ("user", [result, failed, text("?")])
+    )[1:] == [
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Brno"}}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "t1", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "t2", "content": "Error: no such city"},
+        {"role": "user", "content": "?"},
+    ]
+
+
+PIECES = [
+    ("reasoning", "Hm"), ("reasoning", "."), ("content", "Let me see."),
+    ("call", "weather"), ("arguments", '{"city":'), ("arguments", ' "Brno"}'), ("call", "now"), ("arguments", "{}"),
+]  # fmt: skip
+
+
+def test_reasoning_and_calls_in_events_and_whole() -> None:
+    head = MessageHead(id="msg_1", model="m", num_prompt_tokens=3)
+    outcome = Outcome(status="completed", num_prompt_tokens=3, num_output_tokens=9, calls=True)
+    whole = head.whole(outcome, PIECES)
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert whole["content"][2]["input"] == {"city": "Brno"}
+    assert whole["content"][0]["signature"] and whole["stop_reason"] == "tool_use"
+    assert put_together(b"".join(all_events(head.script(EventStream()), PIECES, outcome))) == whole
+    cut = Outcome(status="incomplete", reason="max_output_tokens")
+    assert head.whole(cut, PIECES[:5])["content"] == whole["content"][:2]  # half an input is none to act on
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"messages": []}, "messages"), ({"messages": None}, "messages"), ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": None}, "max_tokens"), ({"temperature": 3}, "temperature"), ({"system": 3}, "system"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]},
+         "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f"}]}]},
+         "messages[0].content[0].input"),
+        ({"stop_sequences": [""]}, "stop[0]"), ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+    ],
+)  # fmt: skip
+async def test_refusals_are_in_anthropics_shape(serve: Serve, fields: dict[str, Any], where: str) -> None:
+    async with serve() as served:
+        body = {"messages": HI, "max_tokens": 3, "stream": True} | fields
+        async with served.session.post(served.url + PATH, json=body, headers={"X-Request-Id": "mine"}) as response:
+            told = await response.json()
+        msgspec.convert(told, schemas.AnthropicError)
+        assert (response.status, told["error"]["type"], told["request_id"]) == (400, "invalid_request_error", "mine")
+        assert told["error"]["message"].startswith(f"{where}: ")
+
+
+async def test_other_failures_too(serve: Serve) -> None:
+    async with serve(max_running=1, max_waiting=0) as served:
+        async with served.session.get(served.url + PATH) as response:
+            assert (response.status, (await response.json())["type"]) == (405, "error")
+        body = {"model": "no-such", "messages": HI, "max_tokens": 3}
+        async with served.session.post(served.url + PATH, json=body) as response:
+            assert (response.status, (await response.json())["error"]["type"]) == (404, "not_found_error")
+        served.runner.hold()
+        streaming = body | {"model": MODEL, "stream": True}
+        async with served.session.post(served.url + PATH, json=streaming) as first:
+            async with served.session.post(served.url + PATH, json=streaming) as response:
+                assert (response.status, (await response.json())["error"]["type"]) == (503, "overloaded_error")
+                assert response.headers["Retry-After"]
+
+            def fail(batch: object) -> None:
+                raise RuntimeError("no")
+
+            served.runner.on_result = fail
+            served.runner.let_go()
+            *_, last = Decoder().feed(await first.read())
+        assert (last.type, json.loads(last.data)["error"]["type"]) == ("error", "api_error")
+
+
+async def test_whoever_leaves_ends_the_answer(serve: Serve) -> None:
+    async with serve(endless, max_model_len=2100, num_pages=4000, page_size=16) as served:
+        body = {"messages": HI, "max_tokens": 2000, "stream": True}
+        async with served.session.post(served.url + PATH, json=body) as response:
+            await response.content.readany()
+        await served.idle()
+        assert served.llm.totals.finished["abort"] == 1
+
+
+def test_every_field_of_anthropics_types_is_served_a_label_or_refused() -> None:
+    anthropic = pytest.importorskip("anthropic")
+    from anthropic.types import message_count_tokens_params, message_create_params
+    from anthropic.types.beta import message_create_params as beta
+
+    assert anthropic.__version__
+    known = set(MessagesRequest.__struct_fields__) | ANTHROPIC_LABELS | set(OF_ANTHROPIC)
+    for params in (
+        message_create_params.MessageCreateParamsStreaming,
+        message_create_params.MessageCreateParamsNonStreaming,
+        message_count_tokens_params.MessageCountTokensParams,
+        beta.MessageCreateParamsStreaming,
+    ):
+        assert set(typing.get_type_hints(params)) - known == set()
+    assert not set(MessagesRequest.__struct_fields__) & (ANTHROPIC_LABELS | set(OF_ANTHROPIC))
