@@ -7,6 +7,7 @@
     │   └── BodyTooLarge      413
     ├── QueueFull             503: try again later
     ├── Draining              503: the server is stopping
+    ├── TimedOut              504: its own deadline came before its first token
     ├── Aborted               499: somebody ended the request before it was done
     ├── StepFailed            500: the step that computed this request failed
     ├── EngineDead            503: the engine thread has ended
@@ -57,6 +58,11 @@ class QueueFull(AsyncLLMError):
 class Draining(AsyncLLMError):
     status = 503
     code = "draining"
+
+
+class TimedOut(AsyncLLMError):
+    status = 504
+    code = "timeout"
 
 
 class Aborted(AsyncLLMError):

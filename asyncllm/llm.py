@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import islice
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 import msgspec
 
@@ -33,7 +33,18 @@ from .text.chat import ChatTemplate
 from .text.stop import StopMatcher
 from .text.tokenizer import Tokenizer, context_too_long
 from .totals import Totals
-from .types import Completion, Delta, EngineLimits, Progress, SamplingParams, Submission
+from .types import (
+    MAX_BAD_WORDS,
+    MAX_STOP_CHARS,
+    Completion,
+    Delta,
+    EngineLimits,
+    Logprob,
+    Progress,
+    PromptLogprobs,
+    SamplingParams,
+    Submission,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +58,16 @@ PROMPT_END_TOKENS = 16  # hold the tag that opens an answer's reasoning, were ea
 # Deltas taken in one go, at 0.7 us each, or three where there are stop strings. Fewer, and at 4,096 rows the
 # flushes between the turns let the engine run half a second ahead.
 ROWS_A_TURN = 1024
+
+
+class Terms(TypedDict, total=False):
+    """What a request says of itself beside its sampling."""
+
+    wants_progress: bool  # the stream's `progress` is kept up to date, from the queue to the first token
+    shown: tuple[str, ...]  # special tokens that the text is to have all the same
+    priority: int  # the lower is admitted first, and preempted last
+    timeout_s: float | None  # then the answer ends with what it has, by length; with TimedOut if it has nothing
+    cache_salt: str  # prefixes are shared only under the same one
 
 
 class Stream:
@@ -123,10 +144,14 @@ class Stream:
         """Read to the end and return the whole answer."""
         texts: list[str] = []
         token_ids: list[int] = []
+        logprobs: list[Logprob] = []
+        prompt_logprobs: PromptLogprobs | None = None
         last: Delta | None = None
-        async for last in self:  # noqa: B007
+        async for last in self:
             texts.append(last.text)
             token_ids += last.token_ids
+            logprobs += last.logprobs
+            prompt_logprobs = prompt_logprobs or last.prompt_logprobs
         if last is None or last.finish_reason is None:
             raise Aborted("the stream had been read or aborted before")
         return Completion(
@@ -136,6 +161,8 @@ class Stream:
             stop_reason=last.stop_reason,
             num_prompt_tokens=last.num_prompt_tokens,
             num_cached_tokens=last.num_cached_tokens,
+            logprobs=tuple(logprobs),
+            prompt_logprobs=prompt_logprobs,
             timings=last.timings,
         )
 
@@ -199,19 +226,22 @@ class AsyncLLM:
     # -- the short way --
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> Stream:
-        """Continue a text, or token ids as they are. Sampling by `params`, or by its fields as keywords.
+        """Continue a text, or token ids as they are. Sampling by `params`, or by its fields as keywords; beside them
+        those of Terms.
 
         Raises: as `submit`.
         """
         prompt_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
-        return self.submit(prompt_ids, _params(params, fields))
+        terms = _take_terms(fields)
+        return self.submit(prompt_ids, _params(params, fields), **terms)
 
     async def chat(self, messages: Messages, params: SamplingParams | None = None, **fields: Any) -> Stream:
-        """Answer a conversation through the model's chat template.
+        """Answer a conversation through the model's chat template; keywords as in `generate`.
 
         Raises: as `submit`.
         """
-        return self.submit(await self.encode_chat(messages), _params(params, fields))
+        terms = _take_terms(fields)
+        return self.submit(await self.encode_chat(messages), _params(params, fields), **terms)
 
     # -- the parts --
 
@@ -262,30 +292,56 @@ class AsyncLLM:
         prompt_end = self.tokenizer.decode(list(prompt_ids[-PROMPT_END_TOKENS:]), skip_special_tokens=False)
         return self.chat_template.form.parser(prompt_end, names, **options)
 
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        wants_progress: bool = False,
-        shown: tuple[str, ...] = (),
-    ) -> Stream:
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, **terms: Unpack[Terms]) -> Stream:
         """Queue one sequence. Every check happens here, before the engine hears of it.
 
-        `max_tokens` larger than what fits behind the prompt is shortened to that. With `wants_progress` the
-        stream's `progress` is kept up to date, from the queue to the first token. `shown` are special tokens that
-        the text is to have all the same.
+        `max_tokens` larger than what fits behind the prompt is shortened to that.
 
         Raises:
             InvalidRequest: naming the field; ContextTooLong among them.
             QueueFull, Draining, EngineDead: not now.
         """
+        params = _of_right_kinds(params)
+        if params.num_choices != 1:
+            message = "a stream is one answer: submit_choices() makes several"
+            raise InvalidRequest(message, "n" if params.n != 1 else "best_of")
+        return self._submit(prompt_ids, params, terms)
+
+    def submit_choices(
+        self, prompt_ids: Sequence[int], params: SamplingParams, **terms: Unpack[Terms]
+    ) -> list[Stream]:
+        """submit(), for each of the n choices of a prompt, or of the best_of among which to choose.
+
+        They share the prompt's computation as equal prompts do. With a seed, choice i has seed + i.
+
+        Raises: as submit(); then none of them is in the engine.
+        """
+        params = _of_right_kinds(params)
+        if problem := params.problem(self.limits):
+            raise InvalidRequest(problem.message, problem.param)
+        streams: list[Stream] = []
+        try:
+            for i in range(params.num_choices):
+                seed = None if params.seed is None else (params.seed + 2**63 + i) % 2**64 - 2**63
+                own = params if not i else msgspec.structs.replace(params, seed=seed)
+                streams.append(self._submit(prompt_ids, own, terms))
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        return streams
+
+    def _submit(self, prompt_ids: Sequence[int], params: SamplingParams, terms: Terms) -> Stream:
         self._check_open()
-        submission = self._submission(_ids(prompt_ids), _of_right_kinds(params), wants_progress)
+        submission = self._submission(_ids(prompt_ids), params)
+        shown = terms.get("shown", ())
+        if terms:
+            submission = _with_terms(submission, terms)
         if problem := submission.problem(self.limits):
             raise InvalidRequest(problem.message, problem.param)
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens, shown=shown)
-        mailbox = Mailbox(submission, detokenizer, _matcher(params.stop), self.pace)
+        matcher = _matcher(params.stop, include=params.include_stop_str_in_output)
+        mailbox = Mailbox(submission, detokenizer, matcher, self.pace)
         self._mailboxes[submission.request_id] = mailbox  # before the engine can answer
         if self._empty.is_set():
             self._busy_since_s = submission.arrival_s
@@ -319,7 +375,8 @@ class AsyncLLM:
         if problem := params.problem(self.limits):
             raise InvalidRequest(problem.message, problem.param)
         if stop is not None:
-            mailbox.set_stop(_matcher(stop))
+            include = mailbox.submission.params.include_stop_str_in_output
+            mailbox.set_stop(_matcher(stop, include=include))
         if max_tokens is not None or temperature is not None:
             room = self.limits.max_model_len - len(mailbox.submission.prompt_ids)
             limit = None if max_tokens is None else min(max_tokens, room)
@@ -383,7 +440,7 @@ class AsyncLLM:
 
     # -- inside --
 
-    def _submission(self, prompt_ids: tuple[int, ...], params: SamplingParams, progress: bool) -> Submission:
+    def _submission(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> Submission:
         num_prompt = len(prompt_ids)
         if num_prompt > self.limits.max_prompt_len:
             raise context_too_long(self.limits.max_prompt_len, num_prompt)
@@ -397,8 +454,13 @@ class AsyncLLM:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_ids=(*eos_ids, *params.stop_token_ids),
             arrival_s=time.monotonic(),
-            wants_progress=progress,
+            bad_ids=self._spelled(params.bad_words) if params.bad_words else (),
         )
+
+    def _spelled(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Cut to what problem() lets pass, for it has not looked yet."""
+        spellings = [self.tokenizer.word_ids(word[:MAX_STOP_CHARS]) for word in words[:MAX_BAD_WORDS]]
+        return tuple([ids for found in spellings for ids in sorted(found)])
 
     def _check_open(self) -> None:
         if self.dead is not None:
@@ -562,8 +624,40 @@ def _params(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingPa
         raise InvalidRequest(str(error), next(iter(fields))) from None
 
 
-def _matcher(stop: Sequence[str]) -> StopMatcher | None:
-    return StopMatcher(stop) if stop else None
+_MAX_TIMEOUT_S = 86_400.0
+_MAX_PRIORITY = 2**31
+
+
+def _take_terms(fields: dict[str, Any]) -> Terms:
+    """The keywords that are submit()'s own; they leave `fields`."""
+    return {name: fields.pop(name) for name in Terms.__annotations__ if name in fields}  # type: ignore[return-value]
+
+
+def _with_terms(submission: Submission, terms: Terms) -> Submission:
+    timeout_s = terms.get("timeout_s")
+    return msgspec.structs.replace(
+        submission,
+        wants_progress=terms.get("wants_progress", False),
+        priority=_checked_priority(terms.get("priority", 0)),
+        deadline_s=None if timeout_s is None else submission.arrival_s + _checked_timeout(timeout_s),
+        cache_salt=terms.get("cache_salt", ""),
+    )
+
+
+def _checked_timeout(timeout_s: float) -> float:
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _MAX_TIMEOUT_S:  # NaN fails
+        raise InvalidRequest(f"'timeout' must be above 0 and at most {_MAX_TIMEOUT_S:g} seconds", "timeout")
+    return timeout_s
+
+
+def _checked_priority(priority: int) -> int:
+    if not isinstance(priority, int) or not -_MAX_PRIORITY <= priority <= _MAX_PRIORITY:
+        raise InvalidRequest(f"'priority' must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY}", "priority")
+    return priority
+
+
+def _matcher(stop: Sequence[str], *, include: bool) -> StopMatcher | None:
+    return StopMatcher(stop, include=include) if stop else None
 
 
 def _num_chars(messages: Messages) -> int:

@@ -17,7 +17,7 @@ from .errors import Aborted, AsyncLLMError
 from .pace import Pace, Reader
 from .text.detokenizer import Detokenizer
 from .text.stop import StopMatcher
-from .types import Delta, FinishReason, Progress, Submission
+from .types import Delta, FinishReason, Logprob, Progress, PromptLogprobs, Submission
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class Mailbox:
         self._num_spelled = 0  # of these, already in _text
         self._text: list[str] = []
         self._unread = False
+        self._logprobs: list[Logprob] = []  # of the unread ids, for who asked; read by take() alone
+        self._prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def last(self) -> Delta | None:
@@ -70,6 +72,9 @@ class Mailbox:
 
     def deliver(self, delta: Delta) -> bool:
         """Take one delta. True if its text ends the request here and now: it met a stop string, or broke."""
+        if delta.logprobs or delta.prompt_logprobs is not None:
+            self._logprobs += delta.logprobs
+            self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
         if delta.finish_reason is None and self._stop is None and not self.ended:
             self._token_ids += delta.token_ids
             is_first, self.last, self._unread = self.last is None, delta, True
@@ -147,7 +152,11 @@ class Mailbox:
                 raise copy.copy(last.error)
             last = msgspec.structs.replace(last, finish_reason=None, error=None)
         token_ids = tuple(self._token_ids)
-        delta = msgspec.structs.replace(last, token_ids=token_ids, text=self.take_text())
+        logprobs, prompt_logprobs = tuple(self._logprobs[: len(token_ids)]), self._prompt_logprobs
+        delta = msgspec.structs.replace(
+            last, token_ids=token_ids, text=self.take_text(), logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        )
+        self._logprobs, self._prompt_logprobs = [], None
         self._unread = last is not self.last
         return delta
 
@@ -192,10 +201,14 @@ class Mailbox:
         self.fail(AsyncLLMError("the answer's tokens could not be turned into text"))
 
     def _visible_text(self, token_id: int, delta: Delta) -> str:
-        # The stop id itself is counted but never shown, special or not.
-        if delta.finish_reason is FinishReason.STOP and token_id == delta.token_ids[-1]:
+        # The stop id itself is counted but not shown, special or not, unless a request names it and asks for it.
+        if delta.finish_reason is FinishReason.STOP and token_id == delta.token_ids[-1] and not self._shows(token_id):
             return ""
         return self._detokenizer.push((token_id,))
+
+    def _shows(self, stop_id: int) -> bool:
+        params = self.submission.params
+        return params.include_stop_str_in_output and stop_id in params.stop_token_ids
 
     def _add_text(self, text: str) -> str | None:
         if self._stop is None:

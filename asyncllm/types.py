@@ -5,6 +5,7 @@ All frozen, owned by nobody, read by everyone. Imports nothing of ours.
 
 import enum
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,6 +13,13 @@ import msgspec
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 512
 MAX_STOP_TOKEN_IDS = 64
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20  # alternatives a position
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_IDS = 512  # tokens of all bad words together
+MAX_SALT_CHARS = 256
+LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON has no word for
 
 
 class FinishReason(enum.StrEnum):
@@ -41,8 +49,9 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request's tokens are chosen and when it ends.
 
-    Fields below the line are part of the contract but not served yet: any value that asks for
-    something is refused by name (`problem`), never ignored.
+    What changes the logits acts in this order: logit_bias, allowed_token_ids, bad_words, stop ids before
+    min_tokens; then the penalties (repetition, frequency, presence); then the grammar; then temperature, top_k,
+    top_p and min_p. Log probabilities are the model's own, before all of these.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -54,34 +63,49 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0  # EOS and stop ids cannot be drawn before
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False  # also what a stop token id spells
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    # -- not served yet --
-    n: int = 1
-    best_of: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    n: int = 1  # choices; a sequence each
+    best_of: int | None = None  # so many are generated, the n likeliest by mean logprob are given
+    presence_penalty: float = 0.0  # once for each token id that the output holds
+    frequency_penalty: float = 0.0  # as often as it holds it
+    repetition_penalty: float = 1.0  # divides positive logits, multiplies negative ones, of ids in prompt or output
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()  # never completed by the output
     logprobs: int | None = None  # how many alternatives beside the sampled token
-    prompt_logprobs: int | None = None
-    include_stop_str_in_output: bool = False
-    grammar: Any = None
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    grammar: Any = None  # not served yet: refused by name
+
+    @property
+    def num_choices(self) -> int:
+        """Sequences to generate."""
+        return max(self.n, self.best_of or 0)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether some penalty is on."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether more than temperature and cuts stands between the model and the draw."""
+        return bool(
+            self.counts_tokens or self.logit_bias or self.bad_words or self.allowed_token_ids is not None
+        )  # fmt: skip
 
     def problem(self, limits: EngineLimits) -> Problem | None:
         """The first thing wrong with these parameters, or None."""
         return next(self._problems(limits), None)
 
-    def _problems(self, limits: EngineLimits) -> Any:
-        for name, neutral in _NOT_SERVED.items():
-            if getattr(self, name) not in neutral:
-                yield Problem(name, f"'{name}' is not supported by this server yet; leave it out")
+    def _problems(self, limits: EngineLimits) -> Iterator[Problem]:
+        if self.grammar is not None:
+            yield Problem("grammar", "'grammar' is not supported by this server yet; leave it out")
         for name, low, high in _RANGES:
             value = getattr(self, name)
             # Written so that NaN fails: `value < low or value > high` lets it pass.
-            if not (low <= value <= high and math.isfinite(value)):
+            if value is not None and not (low <= value <= high and math.isfinite(value)):
                 yield Problem(name, f"'{name}' must be between {low} and {high}, got {value}")
         if self.top_k < -1:
             yield Problem("top_k", f"'top_k' must be at least 1, or 0 or -1 for off, got {self.top_k}")
@@ -93,28 +117,56 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             yield Problem("min_tokens", f"'min_tokens' must be between 0 and {limits.max_model_len}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             yield Problem("min_tokens", f"'min_tokens' {self.min_tokens} is above 'max_tokens' {self.max_tokens}")
+        if self.best_of is not None and self.best_of < self.n:
+            yield Problem("best_of", f"'best_of' {self.best_of} is below 'n' {self.n}")
         yield from self._stop_problems(limits)
+        yield from self._id_problems(limits)
 
-    def _stop_problems(self, limits: EngineLimits) -> Any:
+    def _stop_problems(self, limits: EngineLimits) -> Iterator[Problem]:
         if len(self.stop) > MAX_STOP_STRINGS:
             yield Problem("stop", f"'stop' takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
         for i, text in enumerate(self.stop):
             if not 1 <= len(text) <= MAX_STOP_CHARS:
                 yield Problem(f"stop[{i}]", f"a stop string has 1 to {MAX_STOP_CHARS} characters, got {len(text)}")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            yield Problem("bad_words", f"'bad_words' takes at most {MAX_BAD_WORDS} strings, got {len(self.bad_words)}")
+        for i, text in enumerate(self.bad_words):
+            if not 1 <= len(text) <= MAX_STOP_CHARS:
+                yield Problem(f"bad_words[{i}]", f"a bad word has 1 to {MAX_STOP_CHARS} characters, got {len(text)}")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             yield Problem("stop_token_ids", f"'stop_token_ids' takes at most {MAX_STOP_TOKEN_IDS} ids")
-        for i, token_id in enumerate(self.stop_token_ids):
+        yield from _unknown_ids("stop_token_ids", self.stop_token_ids, limits)
+
+    def _id_problems(self, limits: EngineLimits) -> Iterator[Problem]:
+        if (allowed := self.allowed_token_ids) is not None:
+            if not 1 <= len(allowed) <= limits.vocab_size:
+                yield Problem("allowed_token_ids", f"'allowed_token_ids' takes 1 to {limits.vocab_size} ids")
+            yield from _unknown_ids("allowed_token_ids", allowed, limits)
+        biases = self.logit_bias or {}
+        if len(biases) > MAX_BIASES:
+            yield Problem("logit_bias", f"'logit_bias' takes at most {MAX_BIASES} ids, got {len(biases)}")
+        for token_id, bias in biases.items():
             if not 0 <= token_id < limits.vocab_size:
-                message = f"token id {token_id} is outside the vocabulary of {limits.vocab_size}"
-                yield Problem(f"stop_token_ids[{i}]", message)
+                yield Problem("logit_bias", _unknown_id(token_id, limits))
+            if not -100 <= bias <= 100:
+                yield Problem("logit_bias", f"a bias must be between -100 and 100, got {bias} for {token_id}")
 
 
-_RANGES = (("temperature", 0.0, 2.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0))
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (None, 1), "presence_penalty": (0,), "frequency_penalty": (0,),
-    "repetition_penalty": (1,), "logit_bias": (None, {}), "allowed_token_ids": (None,), "bad_words": ((),),
-    "logprobs": (None,), "prompt_logprobs": (None,), "include_stop_str_in_output": (False,), "grammar": (None,),
-}  # fmt: skip
+_RANGES = (
+    ("temperature", 0.0, 2.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0), ("repetition_penalty", 0.01, 10.0), ("n", 1, MAX_CHOICES),
+    ("best_of", 1, MAX_CHOICES), ("logprobs", 0, MAX_LOGPROBS), ("prompt_logprobs", 0, MAX_LOGPROBS),
+)  # fmt: skip
+
+
+def _unknown_ids(name: str, ids: tuple[int, ...], limits: EngineLimits) -> Iterator[Problem]:
+    if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
+        i = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < limits.vocab_size)
+        yield Problem(f"{name}[{i}]", _unknown_id(ids[i], limits))
+
+
+def _unknown_id(token_id: int, limits: EngineLimits) -> str:
+    return f"token id {token_id} is outside the vocabulary of {limits.vocab_size}"
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,9 +182,11 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int  # resolved: prompt and output fit the context
     stop_ids: tuple[int, ...]  # EOS ids (unless ignored) and stop_token_ids
     arrival_s: float  # time.monotonic()
-    priority: int = 0
+    bad_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words, each as the ids that spell it
+    priority: int = 0  # lower goes first
     wants_progress: bool = False  # tell its place in the queue and its prefill
-    deadline_s: float | None = None  # time.monotonic(); not served yet
+    deadline_s: float | None = None  # time.monotonic(): then it ends with what it has
+    cache_salt: str = ""  # prefixes are shared only under the same one
 
     def problem(self, limits: EngineLimits) -> Problem | None:
         """The engine's own door check; the edge calls the same."""
@@ -143,23 +197,37 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
             return Problem("prompt", f"the prompt has {num_prompt} tokens; 1 to {limits.max_prompt_len} fit")
         if not 1 <= self.max_tokens <= limits.max_model_len - num_prompt:
             return Problem("max_tokens", f"{self.max_tokens} tokens do not fit behind {num_prompt} prompt tokens")
-        if min(self.prompt_ids) < 0 or max(self.prompt_ids) >= limits.vocab_size:
-            i = next(i for i, token_id in enumerate(self.prompt_ids) if not 0 <= token_id < limits.vocab_size)
-            message = f"token id {self.prompt_ids[i]} is outside the vocabulary of {limits.vocab_size}"
-            return Problem(f"prompt[{i}]", message)
-        if self.deadline_s is not None:
-            return Problem("timeout", "a deadline is not supported yet")
-        if self.priority:
-            return Problem("priority", "a priority is not supported yet")
-        return None
+        if sum(map(len, self.bad_ids)) > MAX_BAD_IDS:
+            return Problem("bad_words", f"the bad words have more than {MAX_BAD_IDS} tokens together")
+        if len(self.cache_salt) > MAX_SALT_CHARS:
+            return Problem("cache_salt", f"'cache_salt' has at most {MAX_SALT_CHARS} characters")
+        return next(_unknown_ids("prompt", self.prompt_ids, limits), None)
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """One position's log probabilities; filled by a later change."""
+    """One token's log probability, and the likeliest tokens in its place, the best first."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """The same for every prompt token but the first, a list a column: a prompt may have 100,000 tokens."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def entries(self) -> Iterator[Logprob]:
+        for token_id, logprob, ids, values in zip(
+            self.token_ids, self.logprobs, self.top_ids, self.top_logprobs, strict=True
+        ):
+            yield Logprob(token_id, logprob, tuple(zip(ids, values, strict=True)))
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +254,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_output_tokens: int = 0  # so far, this delta included
-    logprobs: tuple[Logprob, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()  # of token_ids, one each, if they were asked for
+    prompt_logprobs: PromptLogprobs | None = None  # with the first token, if they were asked for
     timings: Timings | None = None  # with the last delta
 
 
@@ -208,4 +277,6 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None
     num_prompt_tokens: int
     num_cached_tokens: int
+    logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
     timings: Timings | None = None

@@ -3,13 +3,31 @@
 GPU thread; numpy only. It never knows tensors, requests or text.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
+
+
+class Shaping(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What stands between a row's logits and its temperature. Order: bias, allowed, bad, then the penalties."""
+
+    prompt_len: int  # the tokens behind it are output: what presence and frequency count, where bad words begin
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias_ids: Int32
+    biases: NDArray[np.float32]
+    allowed: Int32 | None = None  # None: every id
+    bad: tuple[tuple[int, ...], ...] = ()  # the last id of each is not drawn behind the ids before it
+
+    @property
+    def counts(self) -> bool:
+        """Whether the row's tokens must be counted."""
+        return bool(self.presence or self.frequency or self.repetition != 1)
 
 
 class NewRow(msgspec.Struct, frozen=True, eq=False):
@@ -28,6 +46,18 @@ class NewRow(msgspec.Struct, frozen=True, eq=False):
     seed: int  # uint64 bits
     stop_ids: tuple[int, ...]  # may not be drawn at a position below min_len
     min_len: int  # prompt_len + min_tokens
+    shaping: Shaping | None = None
+    num_logprobs: int = -1  # alternatives to report beside each drawn token's log probability; -1: not even that
+
+
+class Scored(NamedTuple):
+    """A stretch of prompt whose tokens' log probabilities are to be reported: those that follow positions
+    first .. first + length - 1 of the row, which the step computes."""
+
+    row: int
+    first: int
+    length: int
+    num_logprobs: int
 
 
 class Batch(msgspec.Struct, frozen=True, eq=False):
@@ -44,6 +74,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     wants_token: NDArray[np.bool_]  # [num_rows]
     new_rows: tuple[NewRow, ...]
     page_deltas: Int32  # [num_deltas, 3]: page_table[slot, column] = page, applied before the step
+    scored: tuple[Scored, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -54,6 +85,14 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         return int(self.lengths.sum())
 
 
+class Logprobs(msgspec.Struct, frozen=True, eq=False):
+    """Of n tokens: how likely each was, and the likeliest in its place; among equals the lowest id comes first."""
+
+    logprobs: NDArray[np.float32]  # [n], finite
+    top_ids: Int32  # [n, the largest number any of them asked for]
+    top_logprobs: NDArray[np.float32]  # [n, the same], falling
+
+
 class StepResult(msgspec.Struct, frozen=True, eq=False):
     """The drawn tokens of one step, in the order of the rows that wanted one.
 
@@ -62,6 +101,8 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
 
     step: int
     token_ids: Int32  # [num rows that wanted a token]
+    logprobs: Logprobs | None = None  # of the drawn tokens of those among them whose slots asked
+    scores: tuple[Logprobs, ...] = ()  # of the batch's `scored`
 
 
 NO_TOKEN = -1

@@ -43,7 +43,8 @@ class RadixTree:
         self.num_locked = 0  # pages in locked nodes
         self._clock = itertools.count(1)
         self._entries = itertools.count(1)  # breaks ties in the heap, the same in every run
-        self.root = Node(None, np.empty(0, np.int32), [])
+        self.root = _new_root()
+        self._salted: dict[str, Node] = {}  # a root each; those without children go when there are many
         # (last_used, entry, node) of every unlocked leaf, and outdated entries, skipped when popped.
         self._leaves: list[tuple[int, int, Node]] = []
 
@@ -54,12 +55,15 @@ class RadixTree:
     def num_evictable(self) -> int:
         return self.num_pages - self.num_locked
 
-    def match(self, ids: Ids, max_pages: int) -> tuple[Node, list[int]]:
+    def match(self, ids: Ids, max_pages: int, salt: str = "") -> tuple[Node, list[int]]:
         """The deepest node whose path is a prefix of `ids`, at most `max_pages` long, and the path's pages.
 
-        A node that matches in part is split, so that a lock holds no page too many.
+        A node that matches in part is split, so that a lock holds no page too many. Only what was inserted
+        under the same salt is found.
         """
-        node = self.root
+        node = self._salted.get(salt, self.root) if salt else self.root
+        if salt and node is self.root:
+            return node, []
         pages: list[int] = []
         now = next(self._clock)
         while len(pages) < max_pages:
@@ -72,13 +76,15 @@ class RadixTree:
         self._remember_leaf(node)  # its last_used is new
         return node, pages
 
-    def insert(self, ids: Ids, pages: list[int]) -> tuple[Node, list[int]]:
+    def insert(self, ids: Ids, pages: list[int], salt: str = "") -> tuple[Node, list[int]]:
         """Make `ids` (whole pages) matchable. Returns its node and those of `pages` the tree now owns.
 
         Where the tree already holds a stretch, its own pages stay and the caller keeps his.
         """
         assert len(ids) == len(pages) * self.page_size
-        node, held = self.match(ids, len(pages))
+        if salt and pages and salt not in self._salted:
+            self._add_root(salt)
+        node, held = self.match(ids, len(pages), salt)
         adopted = pages[len(held) :]
         if adopted:
             node = self._add_child(node, ids[len(held) * self.page_size :], adopted)
@@ -114,13 +120,14 @@ class RadixTree:
         assert self.num_locked == 0, f"cleared with {self.num_locked} pages locked"
         pages = [page for node in self.nodes() for page in node.pages]
         self.root.children.clear()
+        self._salted.clear()
         self._leaves.clear()
         self.num_pages = 0
         return pages
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the root, parents first."""
-        stack = list(self.root.children.values())
+        stack = [child for root in (self.root, *self._salted.values()) for child in root.children.values()]
         while stack:
             node = stack.pop()
             yield node
@@ -138,6 +145,11 @@ class RadixTree:
             num_pages += len(node.pages)
             num_locked += len(node.pages) if node.num_locks else 0
         assert (num_pages, num_locked) == (self.num_pages, self.num_locked)
+
+    def _add_root(self, salt: str) -> None:
+        if len(self._salted) > 64 + 2 * self.num_pages:
+            self._salted = {old: root for old, root in self._salted.items() if root.children}
+        self._salted[salt] = _new_root()
 
     def _key(self, ids: Ids, page: int) -> bytes:
         return ids[page * self.page_size : (page + 1) * self.page_size].tobytes()
@@ -200,6 +212,10 @@ class RadixTree:
     def _rebuild_leaves(self) -> None:
         self._leaves = [(n.last_used, next(self._entries), n) for n in self.nodes() if self._is_evictable(n)]
         heapq.heapify(self._leaves)
+
+
+def _new_root() -> Node:
+    return Node(None, np.empty(0, np.int32), [])
 
 
 def _upward(node: Node) -> Iterator[Node]:

@@ -9,9 +9,12 @@ Longer than most files here: admission, growth, preemption and endings all move 
 check() must see them all; cut apart, each part would need the others' insides.
 """
 
+import math
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -19,13 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bridge import Deltas, EngineStats, Token
-from ..errors import AsyncLLMError, InvalidRequest
-from ..types import Delta, EngineLimits, FinishReason, Progress, Submission
-from .batch import NO_TOKEN, Batch, NewRow, StepResult
+from ..errors import AsyncLLMError, InvalidRequest, TimedOut
+from ..types import Delta, EngineLimits, FinishReason, Logprob, Progress, Submission
+from .batch import NO_TOKEN, Batch, Logprobs, NewRow, Scored, StepResult
 from .pages import PagePool
 from .progress import Watched
 from .radix import Node, RadixTree
 from .sequence import Sequence
+
+_RANK = attrgetter("rank")
 
 
 class Step:
@@ -45,10 +50,13 @@ class Step:
         self.num_decodes = 0  # leading rows of one token
         self.new_rows: list[NewRow] = []
         self.page_deltas: list[tuple[int, int, int]] = []
+        self.scored: list[Scored] = []
         self.held: set[Sequence] = set()  # sit this step out, so that the next can preempt them
 
     def add(self, sequence: Sequence, length: int) -> None:
         start = sequence.planned_len
+        if sequence.num_unscored:
+            self._add_scored(sequence, start, length)
         wants_token = start + length == sequence.committed_len + sequence.num_drawing
         self.sequences.append(sequence)
         self.starts.append(start)
@@ -58,6 +66,13 @@ class Step:
         sequence.num_drawing += wants_token
         sequence.num_in_flight += 1
         self.budget -= length
+
+    def _add_scored(self, sequence: Sequence, start: int, length: int) -> None:
+        """The chunk's positions that a prompt token follows."""
+        length = min(length, sequence.prompt_len - 1 - start)
+        wide = sequence.params.prompt_logprobs
+        if length > 0 and wide is not None:
+            self.scored.append(Scored(len(self.sequences), start, length, wide))
 
     def map_pages(self, sequence: Sequence, first: int) -> None:
         """Tell the device of the sequence's pages from column `first` on."""
@@ -73,8 +88,8 @@ class Step:
             wants_token=self._column(self.wants_token, np.bool_),
             new_rows=tuple(self.new_rows),
             page_deltas=np.array(self.page_deltas, np.int32).reshape(-1, 3),
+            scored=tuple(self.scored),
         )
-
 
     def _column(self, values: list[int] | list[bool], kind: type[np.generic]) -> NDArray[Any]:
         """Ones for the decode rows: numpy makes them in 1 us, of a list of 256 in 10."""
@@ -98,15 +113,20 @@ class Scheduler:
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(page_size)
         self._free_slots = list(range(limits.max_running, 0, -1))  # slot 0 is the dummy
-        self._waiting: deque[Sequence] = deque()
-        # In order of arrival: admission is first come first served, and who is preempted was the youngest
+        self._waiting: deque[Sequence] = deque()  # by rank: priority, then arrival
+        # In order of admission. Without priorities that is the order of arrival: who is preempted was the youngest
         # and waits in front of all others, so the last one here is always the youngest.
         self._running: dict[str, Sequence] = {}
+        self._has_priorities = False
+        self._num_submitted = 0
+        self._deadlines: dict[Sequence, float] = {}  # of live sequences that have one
+        self._next_deadline_s = math.inf  # no later than the first of them
         self._retired: dict[Sequence, None] = {}  # done, but named by a step in flight
         self._live: dict[str, Sequence] = {}  # waiting and running
         self._in_flight: deque[Step] = deque()
         self._stale: dict[Sequence, None] = {}  # their sampling parameters on the device are old
         self._watched = Watched()
+        self._logprobs: Iterator[Logprobed] = iter(())  # of the step being committed, for rows that asked
         self._num_steps = 0
         self._deltas: list[Delta | Progress | Token] = []
 
@@ -127,9 +147,15 @@ class Scheduler:
             return
         assert submission.request_id not in self._live, "request ids are made by us and unique"
         self._live[submission.request_id] = sequence
-        self._waiting.append(sequence)
+        self._num_submitted += 1
+        sequence.rank = submission.priority, self._num_submitted
+        self._has_priorities |= submission.priority != 0
+        insort(self._waiting, sequence, key=_RANK)
         if submission.wants_progress:
             self._watched.add(sequence)
+        if submission.deadline_s is not None:
+            self._deadlines[sequence] = submission.deadline_s
+            self._next_deadline_s = min(self._next_deadline_s, submission.deadline_s)
 
     def update(self, request_id: str, max_tokens: int | None, temperature: float | None) -> None:
         """Other limits from the first step not yet scheduled. Tokens past a lowered one are discarded."""
@@ -179,8 +205,10 @@ class Scheduler:
         """Choose the rows of the next step; None if no sequence can go on before a commit.
 
         Decode rows come first and always, so a running stream waits for no more than the rest of one
-        step's token budget; then prompts under way, then new ones, first come first served.
+        step's token budget; then prompts under way, then new ones, by priority and first come first served.
         """
+        if self._deadlines:
+            self._end_overdue()
         step = Step(self._num_steps + 1, self.max_step_tokens)
         # Rewriting a row on the device takes its whole text, so its last token must be known: a step's rest.
         step.held.update([sequence for sequence in self._stale if sequence.num_in_flight])
@@ -205,6 +233,9 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.number == result.step, f"step {result.step} committed, {step.number} is the oldest"
         now = time.monotonic()
+        self._logprobs = iter(()) if result.logprobs is None else _entries(result.logprobs)
+        for scored, scores in zip(step.scored, result.scores, strict=True):
+            step.sequences[scored.row].add_scores(scored.first, scores)
         if step.num_decodes == len(step.sequences):
             self._commit_decodes(step.sequences, result.token_ids.tolist(), now)
         else:
@@ -387,11 +418,13 @@ class Scheduler:
         return True
 
     def _make_room(self, needy: Sequence, step: Step) -> bool:
-        """Preempt the youngest. False if that must wait for steps in flight, or there is nobody to preempt.
+        """Preempt the youngest, of the least urgent. False if that must wait for steps in flight, or there is nobody
+        to preempt.
 
         The youngest itself waits for a page instead: an older one finishes, or takes its pages.
         """
-        youngest = next(reversed(self._running.values()))
+        running = self._running.values()
+        youngest = max(running, key=_RANK) if self._has_priorities else next(reversed(running))
         if youngest is needy:
             if len(self._running) == 1 and not needy.num_in_flight and not self._retired:
                 self._end(needy, FinishReason.LENGTH)  # alone, and the pool is full
@@ -406,9 +439,10 @@ class Scheduler:
 
     def _match(self, sequence: Sequence) -> tuple[Node, list[int]]:
         """At least one token is left to compute: the first draw needs its hidden state."""
-        if not self.prefix_cache:
+        if not self.prefix_cache or sequence.num_unscored > 0:  # a position found is not computed, so not scored
             return self.tree.root, []
-        return self.tree.match(sequence.ids, (sequence.committed_len - 1) // self.page_size)
+        most = (sequence.committed_len - 1) // self.page_size
+        return self.tree.match(sequence.ids, most, sequence.submission.cache_salt)
 
     def _share_further(self, sequence: Sequence, step: Step) -> None:
         """Before a chunk: somebody may have published what it would compute. Equal prompts that arrive
@@ -435,7 +469,8 @@ class Scheduler:
         num_pages = length // self.page_size
         if not self.prefix_cache or num_pages <= sequence.num_published:
             return
-        node, adopted = self.tree.insert(sequence.ids[: num_pages * self.page_size], sequence.pages[:num_pages])
+        ids, pages = sequence.ids[: num_pages * self.page_size], sequence.pages[:num_pages]
+        node, adopted = self.tree.insert(ids, pages, sequence.submission.cache_salt)
         self._move_lock(sequence, node)
         sequence.private.difference_update(adopted)
         sequence.num_published = num_pages
@@ -449,6 +484,8 @@ class Scheduler:
     # -- endings --
 
     def _commit_token(self, sequence: Sequence, token_id: int, now: float) -> None:
+        wide = sequence.num_logprobs
+        logprobs = (_logprob(token_id, wide, *next(self._logprobs)),) if wide >= 0 else ()
         if sequence.finish_reason is not None:
             return
         if token_id == NO_TOKEN:
@@ -458,13 +495,26 @@ class Scheduler:
         sequence.append(token_id)
         if not sequence.first_token_s:
             sequence.first_token_s = now
-            sequence.told = (sequence.request_id, sequence.prompt_len, sequence.cached_len)
+            if sequence.num_logprobs < 0:
+                sequence.told = (sequence.request_id, sequence.prompt_len, sequence.cached_len)
         if token_id in sequence.submission.stop_ids:  # a stop id beats the limit
-            self._end(sequence, FinishReason.STOP, token_ids=(token_id,))
+            self._end(sequence, FinishReason.STOP, token_ids=(token_id,), logprobs=logprobs)
         elif sequence.committed_len >= sequence.final_len:
-            self._end(sequence, FinishReason.LENGTH, token_ids=(token_id,))
+            self._end(sequence, FinishReason.LENGTH, token_ids=(token_id,), logprobs=logprobs)
         else:
-            self._deltas.append(sequence.delta((token_id,)))
+            self._deltas.append(sequence.delta((token_id,), logprobs=logprobs))
+
+    def _end_overdue(self) -> None:
+        """End what is past its deadline: complete as far as it came, or an error if it never began."""
+        if (now := time.monotonic()) < self._next_deadline_s:
+            return
+        for sequence in [sequence for sequence, deadline_s in self._deadlines.items() if deadline_s <= now]:
+            if sequence.num_output:
+                self._end(sequence, FinishReason.LENGTH)
+            else:
+                error = TimedOut("the request's timeout came before its first token")
+                self._end(sequence, FinishReason.ERROR, error=error)
+        self._next_deadline_s = min(self._deadlines.values(), default=math.inf)
 
     def _end(
         self,
@@ -473,18 +523,20 @@ class Scheduler:
         *,
         token_ids: tuple[int, ...] = (),
         error: Exception | None = None,
+        logprobs: tuple[Logprob, ...] = (),
     ) -> None:
         """The one terminal delta of a sequence; its pages go back now or with its last step in flight."""
         sequence.finish_reason = reason
         del self._live[sequence.request_id]
         self._stale.pop(sequence, None)
+        self._deadlines.pop(sequence, None)
         if self._running.pop(sequence.request_id, None) is None:
             self._waiting.remove(sequence)
         elif sequence.num_in_flight:
             self._retired[sequence] = None
         else:
             self._publish_and_release(sequence)
-        self._deltas.append(sequence.delta(token_ids, error))
+        self._deltas.append(sequence.delta(token_ids, error, logprobs))
 
     def _preempt(self, sequence: Sequence, *, publish: bool = True) -> None:
         """Take a running sequence off the device; it goes on from its committed tokens, first in the queue."""
@@ -493,7 +545,7 @@ class Scheduler:
             self._publish(sequence, min(sequence.planned_len, sequence.committed_len))  # nothing is in flight
         self._release(sequence)
         del self._running[sequence.request_id]
-        self._waiting.appendleft(sequence)
+        insort(self._waiting, sequence, key=_RANK)
         self.num_preemptions += 1
 
     def _publish_and_release(self, sequence: Sequence) -> None:
@@ -521,3 +573,15 @@ class Scheduler:
 
     def _pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
+
+
+Logprobed = tuple[float, list[int], list[float]]  # of one token: its own, the likeliest ids and theirs
+
+
+def _entries(logprobs: Logprobs) -> Iterator[Logprobed]:
+    columns = (logprobs.logprobs, logprobs.top_ids, logprobs.top_logprobs)
+    return zip(*[column.tolist() for column in columns], strict=True)
+
+
+def _logprob(token_id: int, num_top: int, logprob: float, ids: list[int], values: list[float]) -> Logprob:
+    return Logprob(token_id, logprob, tuple(zip(ids[:num_top], values[:num_top], strict=True)))

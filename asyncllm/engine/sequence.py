@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bridge import Told
-from ..types import Delta, FinishReason, Submission, Timings
-from .batch import NO_TOKEN, NewRow
+from ..types import Delta, FinishReason, Logprob, PromptLogprobs, SamplingParams, Submission, Timings
+from .batch import NO_TOKEN, Logprobs, NewRow, Shaping
 from .radix import Node
 
 
@@ -28,6 +28,7 @@ class Sequence:
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
         self.request_id = submission.request_id
+        self.rank = submission.priority, 0  # (priority, number of arrival): the lower goes first
         self.params = submission.params  # as they are now: the client may change them
         self.prompt_len = len(submission.prompt_ids)
         self.final_len = self.prompt_len + submission.max_tokens
@@ -49,7 +50,10 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.admitted_s = 0.0
         self.first_token_s = 0.0
-        self.told: Told | None = None  # from the first token on
+        self.told: Told | None = None  # from the first token on, unless its deltas say more than plain ones
+        self.num_logprobs = -1 if submission.params.logprobs is None else submission.params.logprobs
+        self.num_scored = 0  # prompt tokens whose log probabilities are known
+        self._scores = None if submission.params.prompt_logprobs is None else PromptLogprobs([], [], [], [])
 
     def __repr__(self) -> str:
         return (
@@ -73,6 +77,23 @@ class Sequence:
     def num_output(self) -> int:
         return self.committed_len - self.prompt_len
 
+    @property
+    def num_unscored(self) -> int:
+        """Prompt tokens whose log probabilities are still to be reported. The first one has none."""
+        return 0 if self._scores is None else self.prompt_len - 1 - self.num_scored
+
+    def add_scores(self, first: int, scores: Logprobs) -> None:
+        """Of the tokens behind position `first` on; those known from before a preemption are dropped."""
+        new = slice(self.num_scored - first, None)
+        columns, known = (scores.logprobs, scores.top_ids, scores.top_logprobs), self._scores
+        assert known is not None and self.num_scored >= first and self.submission.params.prompt_logprobs is not None
+        wide = self.submission.params.prompt_logprobs
+        known.logprobs.extend(columns[0][new].tolist())
+        known.top_ids.extend(columns[1][new, :wide].tolist())
+        known.top_logprobs.extend(columns[2][new, :wide].tolist())
+        self.num_scored = max(self.num_scored, first + len(scores.logprobs))
+        known.token_ids.extend(self._prompt_ids[1 + len(known.token_ids) : 1 + self.num_scored].tolist())
+
     def append(self, token_id: int) -> None:
         self.output_ids.append(token_id)
         self.committed_len += 1
@@ -90,6 +111,21 @@ class Sequence:
             seed=self.submission.seed,
             stop_ids=self.submission.stop_ids,
             min_len=self.prompt_len + params.min_tokens,
+            shaping=self._shaping(params) if params.shapes_logits else None,
+            num_logprobs=self.num_logprobs,
+        )
+
+    def _shaping(self, params: SamplingParams) -> Shaping:
+        biases, allowed = params.logit_bias or {}, params.allowed_token_ids
+        return Shaping(
+            prompt_len=self.prompt_len,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            repetition=params.repetition_penalty,
+            bias_ids=np.array(list(biases), np.int32),
+            biases=np.array(list(biases.values()), np.float32),
+            allowed=None if allowed is None else np.unique(np.array(allowed, np.int32)),
+            bad=self.submission.bad_ids,
         )
 
     def leave_device(self) -> None:
@@ -97,7 +133,9 @@ class Sequence:
         self.slot = self.computed_len = self.planned_len = self.num_published = self.num_places = 0
         self.pages, self.private, self.node = [], set(), None
 
-    def delta(self, token_ids: tuple[int, ...], error: Exception | None = None) -> Delta:
+    def delta(
+        self, token_ids: tuple[int, ...], error: Exception | None = None, logprobs: tuple[Logprob, ...] = ()
+    ) -> Delta:
         """The step's output; the last one if `finish_reason` is set."""
         last = self.finish_reason is not None
         stopped = self.finish_reason is FinishReason.STOP and self.output_ids
@@ -111,6 +149,8 @@ class Sequence:
             num_prompt_tokens=self.prompt_len,
             num_cached_tokens=self.cached_len,
             num_output_tokens=self.num_output,
+            logprobs=logprobs,
+            prompt_logprobs=self._scores if token_ids and self.num_output == 1 else None,
             timings=self._timings() if last else None,
         )
 

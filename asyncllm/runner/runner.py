@@ -16,26 +16,45 @@ from ..attention.sdpa import SdpaAttention
 from ..config import EngineConfig
 from ..device.base import Device, Pending
 from ..device.cpu import CpuDevice
-from ..engine.batch import Batch, StepResult
+from ..engine.batch import Batch, NewRow, StepResult
 from ..models.config import ModelConfig
 from ..models.layers import Decoder, Placement, PlainLinear, pack_linear
 from ..models.loader import load_model
 from .sampler import Draw, SamplingRows, pick
+from .scoring import SCORED_ROWS, score, split
+from .shaping import Shape, SlotShaping, stage_recount
 from .state import OUTPUT_RING, Deltas, SlotSampling, Tables
 
 
 class LaunchedStep:
-    """A step's tokens on their way to the host."""
+    """A step's tokens on their way to the host, and the log probabilities behind them."""
 
-    def __init__(self, step: int, pending: Pending) -> None:
+    def __init__(self, step: int, pending: Pending, output: "_Output") -> None:
         self._step = step
         self._pending = pending
+        self._output = output  # held: the copy may still read it
 
     def ready(self) -> bool:
         return self._pending.ready()
 
     def result(self) -> StepResult:
-        return StepResult(step=self._step, token_ids=self._pending.numpy())
+        packed, output = self._pending.numpy(), self._output
+        if not output.blocks:
+            return StepResult(step=self._step, token_ids=packed)
+        blocks = split(packed[output.num_rows :], output.blocks)
+        logprobs = blocks.pop(0) if output.has_drawn else None
+        return StepResult(
+            step=self._step, token_ids=packed[: output.num_rows], logprobs=logprobs, scores=tuple(blocks)
+        )  # fmt: skip
+
+
+class _Output(NamedTuple):
+    """What a step leaves for the host."""
+
+    packed: Tensor  # int32, device: the drawn ids, then blocks of score()
+    num_rows: int  # drawn ids
+    has_drawn: bool  # the first block is of drawn tokens
+    blocks: tuple[tuple[int, int], ...]  # (rows, num_top)
 
 
 class _Step(NamedTuple):
@@ -46,6 +65,16 @@ class _Step(NamedTuple):
     positions: Tensor  # [num_tokens] int64, device
     plan: HostPlan
     tail: "_Tail | None"
+    recount: tuple[Tensor, Tensor] | None  # places in the flat counts and their values
+    scored: "tuple[_Stretch, ...]"
+
+
+class _Stretch(NamedTuple):
+    """Prompt tokens to be scored."""
+
+    at: Tensor  # [n] int64, device: the step's tokens that they follow
+    ids_at: Tensor  # [n] int64, device: where they stand in the flat token pool
+    num_top: int
 
 
 class _Tail(NamedTuple):
@@ -56,6 +85,12 @@ class _Tail(NamedTuple):
     banned: Tensor | None
     draw: Draw | None
     num_rows: int
+    shape: Shape | None
+    counted_at: Tensor | None  # [n] int64, device: among the rows, those whose tokens are counted
+    counts_at: Tensor | None  # [n] int64, device: where their slots begin in the flat counts
+    asking: Tensor | None  # [n] int64, device: among the rows, those whose log probabilities are asked for
+    num_asking: int
+    num_top: int
 
 
 class ModelRunner:
@@ -68,6 +103,8 @@ class ModelRunner:
         self._attention = attention
         self._num_tokens = num_tokens
         self._sampling = SlotSampling(len(tables.page_table))
+        self._shaping = SlotShaping()
+        self._counts: Tensor | None = None  # [num_slots, num_tokens] int32, device; once a row counts its tokens
 
     def __repr__(self) -> str:
         return f"ModelRunner({self._device.name}, {getattr(self, '_tables', 'closed')!r})"
@@ -75,11 +112,15 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
         self._sampling.write(batch.new_rows)
+        self._shaping.write(batch.new_rows)
         staging = self._device.staging()
         step = self._stage(batch, staging.put)
         with self._device.compute():
             staging.send()
-            return LaunchedStep(batch.step, self._device.fetch(self._run(batch.step, step)))
+            if step.recount is not None:
+                self._recount(batch.new_rows, *step.recount)
+            output = self._run(batch.step, step)
+            return LaunchedStep(batch.step, self._device.fetch(output.packed), output)
 
     def close(self) -> None:
         self._device.synchronize()
@@ -93,12 +134,30 @@ class ModelRunner:
             positions=put(rows.positions),
             plan=self._attention.plan(rows, put),
             tail=self._stage_tail(rows, np.flatnonzero(batch.wants_token), put),
+            recount=stage_recount(batch.new_rows, self._num_tokens, put) if self._shaping else None,
+            scored=self._stage_scored(batch, rows, put) if batch.scored else (),
         )
+
+    def _stage_scored(self, batch: Batch, rows: Rows, put: Put) -> tuple[_Stretch, ...]:
+        firsts = np.cumsum(rows.lengths) - rows.lengths
+        stretches = []
+        for row, first, length, num_top in batch.scored:
+            steps = np.arange(length)
+            at = firsts[row] + first - rows.starts[row] + steps
+            ids_at = rows.slots[row] * self._tables.max_len + first + 1 + steps
+            stretches.append(_Stretch(put(at), put(ids_at), num_top))
+        return tuple(stretches)
 
     def _stage_tail(self, rows: Rows, wanting: Int64, put: Put) -> _Tail | None:
         if not len(wanting):
             return None
         slots, positions = rows.slots[wanting], (rows.starts + rows.lengths)[wanting]
+        shape = counted = None
+        if self._shaping:
+            shape = self._shaping.stage(slots, positions, self._num_tokens, self._tables.max_len, put)
+            counted = np.array([i for i, slot in enumerate(slots.tolist()) if self._shaping.counts(slot)], np.int64)
+        num_top = self._sampling.num_logprobs[slots]
+        asking = np.flatnonzero(num_top >= 0)
         banned = self._sampling.banned(slots, positions, self._num_tokens)
         return _Tail(
             last_tokens=put(rows.last_tokens[wanting]),
@@ -106,6 +165,12 @@ class ModelRunner:
             banned=None if banned is None else put(banned),
             draw=self._stage_draw(slots, positions, put),
             num_rows=len(wanting),
+            shape=shape,
+            counted_at=None if counted is None or not len(counted) else put(counted),
+            counts_at=None if counted is None or not len(counted) else put(slots[counted] * self._num_tokens),
+            asking=put(asking) if len(asking) else None,
+            num_asking=len(asking),
+            num_top=int(num_top.max()),
         )
 
     def _stage_draw(self, slots: Int64, positions: Int64, put: Put) -> Draw | None:
@@ -120,22 +185,60 @@ class ModelRunner:
         )  # fmt: skip
         return Draw.of(rows, put)
 
-    def _run(self, number: int, step: _Step) -> Tensor:
-        """Everything the device does for a step. Returns the drawn ids, [num_rows] int32, in the output ring."""
+    def _run(self, number: int, step: _Step) -> _Output:
+        """Everything the device does for a step. The drawn ids are in the output ring unless more goes with them."""
         tables = self._tables
         step.deltas.apply(tables)
         ids = tables.token_pool.view(-1).index_select(0, step.ids_at)  # [num_tokens] int32, device
         hidden = self._model(ids, step.positions, step.plan.bind(tables.page_table))
-        out = tables.outputs[number % OUTPUT_RING]
-        return out[:0] if step.tail is None else self._run_tail(step.tail, hidden, out)
+        scores = [self._score(stretch, hidden) for stretch in step.scored]
+        out, tail = tables.outputs[number % OUTPUT_RING], step.tail
+        if tail is None:
+            drawn, logprobs = out[:0], None
+        else:
+            drawn, logprobs = self._run_tail(tail, hidden, out)
+        blocks = scores if logprobs is None else [logprobs, *scores]
+        return _Output(
+            packed=torch.cat([drawn, *(block.view(-1) for block in blocks)]) if blocks else drawn,
+            num_rows=len(drawn),
+            has_drawn=logprobs is not None,
+            blocks=tuple((len(block), block.shape[1] // 2) for block in blocks),
+        )
 
-    def _run_tail(self, tail: _Tail, hidden: Tensor, out: Tensor) -> Tensor:
+    def _run_tail(self, tail: _Tail, hidden: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits of the rows that draw, what changes them, their draws. Then the log probabilities, if wanted."""
+        pool = self._tables.token_pool
         logits = self._model.logits(hidden.index_select(0, tail.last_tokens))  # [num_rows, num_tokens]
+        own = None if tail.asking is None else logits.index_select(0, tail.asking)  # a copy: as the model has them
+        if tail.shape is not None:
+            tail.shape.apply(logits, pool, self._counts)
         drawn = out[: tail.num_rows]
         drawn.copy_(pick(logits, tail.banned, tail.draw))
         # The pool takes a harmless id where there is NO_TOKEN: the row may be in the next step already.
-        self._tables.token_pool.view(-1).index_copy_(0, tail.drawn_at, drawn.clamp_min(0))
-        return drawn
+        pool.view(-1).index_copy_(0, tail.drawn_at, drawn.clamp_min(0))
+        if tail.counted_at is not None and tail.counts_at is not None and self._counts is not None:
+            places = tail.counts_at + drawn.index_select(0, tail.counted_at).clamp_min(0)
+            self._counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+        if own is None or tail.asking is None:
+            return drawn, None
+        return drawn, score(own, drawn.index_select(0, tail.asking).to(torch.int64), tail.num_top)
+
+    def _recount(self, rows: tuple[NewRow, ...], places: Tensor, values: Tensor) -> None:
+        if self._counts is None:
+            num_slots = len(self._tables.page_table)
+            self._counts = self._device.zeros((num_slots, self._num_tokens), torch.int32)
+        for row in rows:
+            if row.shaping is not None and row.shaping.counts:
+                self._counts[row.slot].zero_()
+        self._counts.view(-1).index_copy_(0, places, values.to(torch.int32))
+
+    def _score(self, stretch: _Stretch, hidden: Tensor) -> Tensor:
+        """[n, 1 + 2 * num_top] int32, device; a few positions at a time, for their logits are large."""
+        ids = self._tables.token_pool.view(-1).index_select(0, stretch.ids_at).to(torch.int64)
+        chunks = zip(torch.split(stretch.at, SCORED_ROWS), torch.split(ids, SCORED_ROWS), strict=True)
+        return torch.cat(
+            [score(self._model.logits(hidden.index_select(0, at)), own, stretch.num_top) for at, own in chunks]
+        )
 
 
 def build_runner(

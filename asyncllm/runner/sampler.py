@@ -49,7 +49,7 @@ class Draw(NamedTuple):
         temperature = np.clip(rows.temperature, TINIEST, np.finfo(np.float32).max)
         key = mix(rows.seed, rows.position)
         words = np.stack((key & np.uint64(_LOW), key >> np.uint64(32))).astype(np.int64)
-        return cls(put(rows.at), _put_floats(temperature, put), put(words[:, :, None]), Filters.of(rows, put))
+        return cls(put(rows.at), put_floats(temperature, put), put(words[:, :, None]), Filters.of(rows, put))
 
 
 class Filters(NamedTuple):
@@ -66,10 +66,10 @@ class Filters(NamedTuple):
         top_k = np.where(rows.top_k > 0, rows.top_k, np.iinfo(np.int64).max)[at, None]
         with np.errstate(divide="ignore"):
             log_min_p = np.log(rows.min_p[at])
-        return cls(put(at), put(top_k), _put_floats(rows.top_p[at], put), _put_floats(log_min_p, put))
+        return cls(put(at), put(top_k), put_floats(rows.top_p[at], put), put_floats(log_min_p, put))
 
 
-def _put_floats(values: NDArray[np.float64], put: Put) -> Tensor:
+def put_floats(values: NDArray[np.float64], put: Put) -> Tensor:
     """[n, 1] float32, device. The step's one transfer is of int64: a float rides in the low half as its bits."""
     bits = values.astype(np.float32)[:, None].view(np.uint32).astype(np.int64)
     return put(bits).view(torch.float32)[:, :1]  # views alone: no kernel may read it before the transfer

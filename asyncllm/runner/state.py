@@ -83,6 +83,7 @@ class SlotSampling:
         self.min_p = np.zeros(num_slots, np.float64)
         self.seed = np.zeros(num_slots, np.uint64)
         self.min_len = np.zeros(num_slots, np.int64)
+        self.num_logprobs = np.full(num_slots, -1, np.int64)  # -1: none are asked for
         self._stop_ids: list[Int64] = [np.zeros(0, np.int64)] * num_slots
 
     def write(self, rows: Sequence[NewRow]) -> None:
@@ -94,6 +95,7 @@ class SlotSampling:
             self.min_p[slot] = row.min_p
             self.seed[slot] = row.seed & 0xFFFF_FFFF_FFFF_FFFF
             self.min_len[slot] = row.min_len
+            self.num_logprobs[slot] = row.num_logprobs
             self._stop_ids[slot] = np.array(row.stop_ids, np.int64)
 
     def banned(self, slots: Int64, positions: Int64, num_tokens: int) -> Int64 | None:

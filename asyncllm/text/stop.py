@@ -15,10 +15,11 @@ class StopMatcher:
     text whatever the stops (re-scanning the last max(len) characters is quadratic in a long stop).
     """
 
-    __slots__ = ("_depth", "_fail", "_found", "_held", "_match", "_next", "_state")
+    __slots__ = ("_depth", "_fail", "_found", "_held", "_include", "_match", "_next", "_state")
 
-    def __init__(self, stops: Iterable[str]) -> None:
-        """`stops` are not empty strings; the edge refuses those."""
+    def __init__(self, stops: Iterable[str], *, include: bool = False) -> None:
+        """`stops` are not empty strings; the edge refuses those. include: show the stop that is found."""
+        self._include = include
         self._next: list[dict[str, int]] = [{}]
         self._found: list[str | None] = [None]  # the longest stop that ends in this state
         self._depth = [0]
@@ -33,7 +34,7 @@ class StopMatcher:
     def push(self, text: str) -> tuple[str, str | None]:
         """The text that is safe to show now, and the stop string found, if one is.
 
-        Once a stop is found nothing more is shown; the stop itself never is.
+        Once a stop is found nothing more is shown; the stop itself only where it was asked for.
         """
         if self._match is not None:
             return "", self._match
@@ -44,7 +45,7 @@ class StopMatcher:
             self._advance(char)
             if (stop := self._found[self._state]) is not None:
                 self._held, self._match = "", stop
-                return whole[: end - len(stop)], stop
+                return whole[: end if self._include else end - len(stop)], stop
         safe_len = len(whole) - self._depth[self._state]
         self._held = whole[safe_len:]
         return whole[:safe_len], None

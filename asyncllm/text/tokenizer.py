@@ -112,6 +112,16 @@ class Tokenizer:
         """Each id as the vocabulary writes it; "" for those it does not know."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
+    def word_ids(self, word: str) -> set[tuple[int, ...]]:
+        """The ids of a word in the middle of a text, with and without a space before it.
+
+        Raises:
+            InvalidRequest: as in encode.
+        """
+        texts = (word.lstrip(" "), " " + word.lstrip(" "))
+        found = {tuple(_encoding(self._middle, text, add_special_tokens=False).ids) for text in texts}
+        return found - {()}
+
     def check_chars(self, num_chars: int, max_len: int | None) -> None:
         """Refuse text that is too long whatever its tokens.
 

@@ -335,13 +335,13 @@ def test_the_engines_door_checks_again() -> None:
     house = House(engine_config())
     house.submit("empty", [])
     house.submit("id", [1, 512])
-    house.submit("n", [1], params=SamplingParams(n=2))
+    house.submit("bias", [1], params=SamplingParams(logit_bias={512: 1.0}))
     house.submit("nan", [1], params=SamplingParams(temperature=float("nan")))
     house.turn()
-    errors = {name: house.out.by_request[name][-1].error for name in ("empty", "id", "n", "nan")}
+    errors = {name: house.out.by_request[name][-1].error for name in ("empty", "id", "bias", "nan")}
     assert all(isinstance(error, InvalidRequest) for error in errors.values())
     params = {name: getattr(error, "param", None) for name, error in errors.items()}
-    assert params == {"empty": "prompt", "id": "prompt[1]", "n": "n", "nan": "temperature"}
+    assert params == {"empty": "prompt", "id": "prompt[1]", "bias": "logit_bias", "nan": "temperature"}
     assert house.scheduler.idle
 
 
