@@ -1,5 +1,6 @@
 # make serve    set up, fetch the default model, serve it on 127.0.0.1:8000
 # make test     set up, then ruff, mypy and the tests
+# make interop  other people's clients, unmodified, against the server, in a venv of their own
 # make model    fetch the default model into the user's cache and print its folder
 # make gpu      on a machine with a GPU: the tests that need one, with the python3 that holds its torch (GPU_PY)
 # make lint     ruff and mypy alone;  make fmt  what ruff can mend
@@ -21,7 +22,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: serve test model lint fmt gpu gpu-memcheck
+.PHONY: serve test interop interop-tests model lint fmt gpu gpu-memcheck
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.installed
@@ -31,6 +32,16 @@ serve: $(VENV)/.installed
 test: lint
 	@$(PY) -m asyncllm.hub > /dev/null
 	$(PY) -m pytest $(ARGS)
+
+# In a venv of their own, as their pins are not ours. A client that is missing fails: its tests alone would skip.
+INTEROP := openai websockets langchain_openai litellm
+
+interop:
+	@$(MAKE) --no-print-directory VENV=.venv-interop interop-tests
+
+interop-tests: $(VENV)/.interop
+	@$(PY) -c 'import sys, importlib.util as u; sys.exit([n for n in sys.argv[1:] if not u.find_spec(n)] or 0)' $(INTEROP)
+	$(PY) -m pytest tests/interop $(ARGS)
 
 # Nothing is installed: a GPU machine's torch is its own. Checkpoints are looked for in .gpu/ (ASYNCLLM_TINY,
 # ASYNCLLM_REAL say where else); what is not there is skipped. ASYNCLLM_STORM_S: seconds of the storm, 300.
@@ -78,4 +89,9 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing what the tests need: a minute"
 	@$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.interop: $(VENV)/.torch pyproject.toml tests/interop/constraints.txt
+	@echo "installing asyncllm and the clients that it is tried with: a minute or two"
+	@$(PIP) install --quiet --constraint tests/interop/constraints.txt --editable '.[test,interop]'
 	@touch $@
