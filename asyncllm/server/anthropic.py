@@ -7,9 +7,11 @@ import secrets
 
 from aiohttp import web
 
-from ..wire.anthropic import decode_count, decode_messages, message_params, template_messages
+from ..wire.anthropic import CountRequest, as_chat, decode_count, decode_messages, template_messages
 from ..wire.anthropic_events import MessageHead, error_body
+from ..wire.tools import tool_use
 from . import gate
+from .asking import ask, call_id_chars, naming, prompt_of
 from .completions import check_model
 from .gate import LLM, SETTINGS, Handler, json_response, read_body, request_id
 from .live import LiveResponse
@@ -40,16 +42,18 @@ async def messages(request: web.Request) -> web.StreamResponse:
     llm = request.app[LLM]
     body = decode_messages(await read_body(request))
     check_model(llm, body.model)
-    params = message_params(body)
-    prompt_ids = await llm.encode_chat(template_messages(body))
-    stream = llm.submit(prompt_ids, params)
+    with naming(_names(body)):
+        asked = await ask(llm, as_chat(body), template_messages(body))
+        stream = llm.submit(asked.prompt_ids, asked.params, shown=asked.shown)
     head = MessageHead(
         id=f"msg_{secrets.token_hex(12)}",
         model=llm.model_name,
-        num_prompt_tokens=len(prompt_ids),
-        fills_context=body.max_tokens > llm.limits.max_model_len - len(prompt_ids),
+        num_prompt_tokens=len(asked.prompt_ids),
+        fills_context=body.max_tokens > llm.limits.max_model_len - len(asked.prompt_ids),
+        call_id_chars=call_id_chars(llm),
     )
-    return await answer(request, LiveResponse(head, stream, [], request.app[SETTINGS]), stream=body.stream is True)
+    live = LiveResponse(head, stream, [], request.app[SETTINGS], parting=asked.parting)
+    return await answer(request, live, stream=body.stream is True)
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:
@@ -57,7 +61,17 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     llm = request.app[LLM]
     body = decode_count(await read_body(request))
     check_model(llm, body.model)
-    return json_response({"input_tokens": len(await llm.encode_chat(template_messages(body)))})
+    chat = as_chat(body)
+    with naming(_names(body)):
+        use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+        prompt_ids = await prompt_of(llm, chat, template_messages(body), use)
+    return json_response({"input_tokens": len(prompt_ids)})
+
+
+def _names(body: CountRequest) -> dict[str, str]:
+    """Anthropic's names of what chat calls otherwise."""
+    effort = "thinking" if body.output_config is None else "output_config.effort"
+    return {"stop": "stop_sequences", "reasoning_effort": effort, "prompt": "messages"}
 
 
 def _is_ours(request: web.Request) -> bool:

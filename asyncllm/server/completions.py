@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
@@ -21,10 +21,10 @@ from ..wire import replies, requests, sse
 from ..wire.messages import template_messages
 from ..wire.replies import Head, Usage
 from ..wire.requests import ChatRequest, CompletionRequest
-from ..wire.tools import tool_use
+from .asking import ask
 from .events import EventResponse
 from .gate import LLM, read_body
-from .parting import Parting, parting
+from .parting import Parting
 
 
 class ChoiceChunks(Protocol):
@@ -55,17 +55,8 @@ async def chat(request: web.Request) -> web.StreamResponse:
     body = requests.decode_chat(await read_body(request))
     check_model(llm, body.model)
     messages = template_messages(body.messages)
-    params = requests.chat_params(body)
-    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-    if use is not None and use.must_call:
-        raise InvalidRequest(
-            "a tool cannot be demanded of this server yet; tool_choice auto lets it choose", "tool_choice"
-        )
-    variables = _variables(llm, body)
-    tools = None if use is None else use.for_template()
-    prompt_ids = await llm.encode_chat(messages, tools=tools, variables=variables)
-    dialect = _dialect(parting(llm, body, prompt_ids, use))
-    return await _answer(request, dialect, body, [prompt_ids], params)
+    asked = await ask(llm, body, messages)
+    return await _answer(request, _dialect(asked.parting), body, [asked.prompt_ids], asked.params)
 
 
 def _dialect(parted: Parting | None) -> Dialect:
@@ -73,18 +64,6 @@ def _dialect(parted: Parting | None) -> Dialect:
     if parted is None:
         return CHAT
     return msgspec.structs.replace(CHAT, reply=parted.reply, chunks=parted.chunks, shown=parted.shown)
-
-
-def _variables(llm: AsyncLLM, body: ChatRequest) -> dict[str, Any]:
-    """What the request tells the template.
-
-    Raises:
-        InvalidRequest: an effort that the template does not look at.
-    """
-    template, asks = llm.chat_template, body.reasoning_effort not in (None, "none")
-    if asks and template is not None and not template.reads(*requests.EFFORT_VARIABLES):
-        raise InvalidRequest("this model reasons as it does: its template takes no effort", "reasoning_effort")
-    return requests.template_variables(body)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

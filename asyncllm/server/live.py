@@ -18,9 +18,11 @@ from ..errors import Aborted, AsyncLLMError, InvalidRequest
 from ..llm import AsyncLLM, Stream
 from ..types import Delta, FinishReason, Progress
 from ..wire import items
-from ..wire.items import CONTENT, Piece
+from ..wire.items import CONTENT, REASONING, Piece
 from ..wire.response_events import Events, Framing, Head, Outcome, Script, all_events
-from ..wire.responses import ResponseRequest, echo, input_messages, response_params
+from ..wire.responses import NAMES, ResponseRequest, as_chat, echo, input_messages
+from .asking import Asked, ask, ask_what_fits, call_id_chars, naming
+from .parting import Parting, reasoning_tokens
 from .settings import Settings
 
 Messages = list[dict[str, Any]]
@@ -63,6 +65,9 @@ class Telling(Protocol):
     @property
     def id(self) -> str: ...
 
+    @property
+    def call_id_chars(self) -> int | None: ...
+
     def script(self, framing: Framing) -> Script:
         """A fresh one, before its first event."""
 
@@ -86,6 +91,7 @@ class LiveResponse:
         *,
         stored: bool = False,
         resumable: bool = False,
+        parting: Parting | None = None,
     ) -> None:
         self.dirty = False
         self.id = telling.id
@@ -96,10 +102,13 @@ class LiveResponse:
         self.error: AsyncLLMError | None = None
         self._telling = telling
         self._stream = stream
+        self._parting = parting
+        self._parser = None if parting is None else parting.new_parser()
         self._messages = messages
         self._settings = settings
         self._on_over = on_over
         self._pieces: list[Piece] = []
+        self._num_chars = self._num_reasoning_chars = 0
         self._sink: Sink | None = None
         self._script: Script | None = None
         self._told: Progress | None = None
@@ -130,7 +139,9 @@ class LiveResponse:
 
     def conversation(self) -> Messages:
         """What a response behind this one has for its past."""
-        return [*self._messages, items.said(self._pieces, self.id)] if self._pieces else self._messages
+        if not self._pieces:
+            return self._messages
+        return [*self._messages, items.said(self._pieces, self.id, self._telling.call_id_chars)]
 
     # -- the client --
 
@@ -196,10 +207,17 @@ class LiveResponse:
     # -- inside --
 
     def _take_pieces(self) -> list[Piece]:
-        """What has been said since."""
+        """What has been said since, as far as it is certain."""
         assert self._stream is not None
+        ended = self._stream.ended
         text = self._stream.take_text()
-        return [(CONTENT, text)] if text else []
+        if self._parser is None or self._parting is None:
+            return [(CONTENT, text)] if text else []
+        pieces = [*self._parser.push(text), *(self._parser.finish() if ended else ())]
+        said = [(piece.kind.value, piece.text) for piece in pieces]
+        self._num_chars += sum([len(text) for _, text in said])
+        self._num_reasoning_chars += sum([len(text) for kind, text in said if kind == REASONING])
+        return said if self._parting.tells_reasoning else [piece for piece in said if piece[0] != REASONING]
 
     def _progress(self, script: Script) -> bytes:
         assert self._stream is not None
@@ -226,6 +244,8 @@ class LiveResponse:
             num_prompt_tokens=self._stream.num_prompt_tokens,
             num_cached_tokens=last.num_cached_tokens,
             num_output_tokens=last.num_output_tokens,
+            num_reasoning_tokens=reasoning_tokens(last.num_output_tokens, self._num_reasoning_chars, self._num_chars),
+            calls=self._parser is not None and self._parser.has_whole_calls,
             stop_string=last.stop_reason if isinstance(last.stop_reason, str) else None,
         )
         if last.finish_reason is FinishReason.STOP:
@@ -259,18 +279,20 @@ class Responses:
         Raises:
             InvalidRequest: naming the field. QueueFull, Draining, EngineDead: not now.
         """
-        params = response_params(body)
         messages = self._past(body.previous_response_id) + input_messages(body)
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        stream = None
+        stream = asked = None
         if body.generate is not False:
-            prompt_ids = await self._llm.encode_chat(system + messages)
-            stream = self._llm.submit(prompt_ids, params, wants_progress=body.progress is True)
+            asked = await self._ask(body, system, messages)
+            progress = body.progress is True
+            stream = self._llm.submit(asked.prompt_ids, asked.params, shown=asked.shown, wants_progress=progress)
         head = Head(
             id=f"resp_{secrets.token_hex(12)}",
             created_at=int(time.time()),
             model=self._llm.model_name,
             echo=echo(body),
+            call_id_chars=call_id_chars(self._llm),
+            encrypts="reasoning.encrypted_content" in (body.include or ()),
         )
         live = LiveResponse(
             head,
@@ -280,11 +302,19 @@ class Responses:
             self._note_over,
             stored=body.store is not False,
             resumable=body.resumable is True,
+            parting=None if asked is None else asked.parting,
         )
         self._by_id[live.id] = live
         if live.outcome is not None:
             self._note_over(live)
         return live
+
+    async def _ask(self, body: ResponseRequest, system: Messages, messages: Messages) -> Asked:
+        with naming(NAMES):
+            chat = as_chat(body)
+            if body.truncation == "auto":
+                return await ask_what_fits(self._llm, chat, system, messages)
+            return await ask(self._llm, chat, system + messages)
 
     def get(self, response_id: str) -> LiveResponse:
         """

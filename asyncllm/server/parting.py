@@ -67,6 +67,12 @@ def parting(llm: AsyncLLM, body: ChatRequest, prompt_ids: Sequence[int], use: To
     )
 
 
+def reasoning_tokens(num_output_tokens: int, num_reasoning_chars: int, num_chars: int) -> int:
+    """How many of an answer's tokens are reasoning: in proportion to its characters, so the same however it was cut.
+    Which token a character came with is known to nobody any more."""
+    return round(num_output_tokens * num_reasoning_chars / num_chars) if num_reasoning_chars else 0
+
+
 def finish_reason(parser: AnswerParser, reason: FinishReason) -> str:
     """OpenAI's word: an answer that ended by itself with its calls whole has ended to have them made."""
     return "tool_calls" if reason is FinishReason.STOP and parser.has_whole_calls else reason.value

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import msgspec
 
 from ..errors import InvalidRequest
-from ..types import SamplingParams
-from .messages import MAX_MESSAGES, MAX_PARTS
-from .requests import ChatRequest, Int, chat_params, decode
+from .messages import MAX_MESSAGES, MAX_PARTS, add_turn
+from .requests import ChatRequest, Int, decode
+from .tools import Function, NamedFunction, Tool, ToolChoice
 from .unserved import ANTHROPIC
 
 _ROLES = ("system", "user", "assistant")
@@ -49,12 +49,47 @@ class MessageParam(msgspec.Struct):
     content: str | Blocks
 
 
+class ToolParam(msgspec.Struct):
+    """A function of the client's. Anthropic's own tools have another type."""
+
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+
+
+class Choice(msgspec.Struct):
+    """Whether and which tools are called."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    type: str
+    budget_tokens: Int | None = None  # a label: max_tokens alone bounds the answer
+    display: str | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    effort: str | None = None
+
+
 class CountRequest(msgspec.Struct, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
     messages: list[MessageParam]
     model: str | None = None
     system: str | Blocks | None = None
+    tools: list[ToolParam] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -82,21 +117,60 @@ def decode_count(body: bytes) -> CountRequest:
     return decode(_count, body, ANTHROPIC)
 
 
-def message_params(request: MessagesRequest) -> SamplingParams:
-    """How to sample the answer.
+def as_chat(request: CountRequest) -> ChatRequest:
+    """What it asks for beside its messages, as a chat request says it.
 
     Raises:
-        InvalidRequest: a limit below 1.
+        InvalidRequest: naming what cannot be said so.
     """
+    choice = request.tool_choice or Choice("auto")
     chat = ChatRequest(
         messages=[],
-        max_tokens=request.max_tokens,
-        stop=request.stop_sequences,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or [])],
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        reasoning_effort=_effort(request),
+        include_reasoning=request.thinking is None or request.thinking.display != "omitted",
     )
-    return chat_params(chat)
+    if isinstance(request, MessagesRequest):
+        chat.max_tokens, chat.stop = request.max_tokens, request.stop_sequences
+        chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
+    return chat
+
+
+def _tool(tool: ToolParam, path: str) -> Tool:
+    if tool.type not in (None, "custom"):
+        raise InvalidRequest(f"a tool of type {tool.type[:40]!r} is not supported: functions are", f"{path}.type")
+    asks = {"input_examples": tool.input_examples, "defer_loading": tool.defer_loading}
+    asks["allowed_callers"] = tool.allowed_callers not in (None, [], ["direct"])
+    for name, value in asks.items():
+        if value:
+            raise InvalidRequest(f"'{name}' is not supported by this server; leave it out", f"{path}.{name}")
+    function = Function(tool.name, tool.description, tool.input_schema, tool.strict)
+    return Tool("function", function)
+
+
+def _tool_choice(choice: Choice) -> str | ToolChoice:
+    words = {"auto": "auto", "any": "required", "none": "none"}
+    if choice.type == "tool" and choice.name is not None:
+        return ToolChoice("function", NamedFunction(choice.name))
+    if choice.type not in words:
+        raise InvalidRequest("'tool_choice' is of type auto, any, none, or tool with a name", "tool_choice.type")
+    return words[choice.type]
+
+
+def _effort(request: CountRequest) -> str | None:
+    """Anthropic says how much in one place, and whether at all in another."""
+    thinking, config = request.thinking or Thinking("adaptive"), request.output_config or OutputConfig()
+    if thinking.type not in ("adaptive", "enabled", "disabled"):
+        raise InvalidRequest("'thinking' is of type adaptive, enabled or disabled", "thinking.type")
+    if thinking.display not in (None, "summarized", "omitted"):
+        raise InvalidRequest("'display' is summarized or omitted", "thinking.display")
+    if thinking.type == "disabled":
+        return "none"
+    if config.effort is None:
+        return "medium" if thinking.type == "enabled" else None
+    return "xhigh" if config.effort == "max" else config.effort
 
 
 def template_messages(request: CountRequest) -> list[dict[str, Any]]:
@@ -112,7 +186,7 @@ def template_messages(request: CountRequest) -> list[dict[str, Any]]:
     turns = [] if request.system is None else [{"role": "system", "content": _text(request.system, "system")}]
     for i, message in enumerate(request.messages):
         for turn in _turns(message, f"messages[{i}]"):
-            _add(turns, turn)
+            add_turn(turns, turn)
     return turns
 
 
@@ -183,15 +257,3 @@ def _block_text(block: Block, path: str) -> str:
 
 def _document(block: Block, text: str) -> str:
     return "\n".join([part for part in (block.title, block.context, text) if part])
-
-
-def _add(turns: list[dict[str, Any]], turn: dict[str, Any]) -> None:
-    if not turns or turn["role"] == "tool" or turns[-1]["role"] != turn["role"]:
-        turns.append(turn)
-        return
-    last = turns[-1]
-    for name in ("content", "reasoning_content"):
-        if texts := [one[name] for one in (last, turn) if one.get(name)]:
-            last[name] = "\n".join(texts)
-    if calls := [*last.get("tool_calls", ()), *turn.get("tool_calls", ())]:
-        last["tool_calls"] = calls

@@ -62,6 +62,19 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
+def add_turn(turns: list[dict[str, Any]], turn: dict[str, Any]) -> None:
+    """Behind the others; or joined to the last, where the same role goes on speaking. Results stand alone."""
+    if not turns or turn["role"] == "tool" or turns[-1]["role"] != turn["role"]:
+        turns.append(turn)
+        return
+    last = turns[-1]
+    for name in ("content", "reasoning_content"):
+        if texts := [one[name] for one in (last, turn) if one.get(name)]:
+            last[name] = "\n".join(texts)
+    if calls := [*last.get("tool_calls", ()), *turn.get("tool_calls", ())]:
+        last["tool_calls"] = calls
+
+
 def _template_message(message: Message, path: str) -> dict[str, Any]:
     _check(message, path)
     result: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
@@ -105,12 +118,12 @@ def _part_text(part: Part, role: str, path: str) -> str:
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+    function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments)}
     result: dict[str, Any] = {"type": "function", "function": function}
     return result if call.id is None else {"id": call.id, **result}
 
 
-def _arguments(arguments: str | dict[str, Any] | None) -> Any:
+def arguments_of(arguments: str | dict[str, Any] | None) -> Any:
     """An object for the template. A string that is none stays: a model wrote it, and history is not refused."""
     if not isinstance(arguments, str):
         return arguments or {}

@@ -51,19 +51,18 @@ CHAT_ALONE: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (), "separate_reasoning": _BOOLS, "include_reasoning": _BOOLS,
 }  # fmt: skip
 
-# Of responses alone.
-_OF_RESPONSES: dict[str, tuple[Any, ...]] = {
-    "background": (False,), "conversation": (), "context_management": (), "include": (), "max_tool_calls": (),
-    "prompt": (), "reasoning": ({"effort": None}, {"effort": None, "summary": None}), "truncation": ("disabled",),
-    "text": ({"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
+# Of responses alone; tools are served there too, in other words.
+OWN_TOOLS = frozenset(("tools", "tool_choice", "parallel_tool_calls"))
+OF_RESPONSES: dict[str, tuple[Any, ...]] = {
+    "background": (False,), "background_options": (), "conversation": (), "context_management": (), "prompt": (),
+    "access_programs": (), "image": (),
     "max_tokens": (), "max_completion_tokens": (), "messages": (),  # another route's: not to be lost silently
 }  # fmt: skip
 
 # Of Anthropic's messages alone. Labels there: metadata, service_tier, inference_geo, user_profile_id, workspace_id,
 # cache_control (also in parts: every prefix is cached), and of tools defer_loading, eager_input_streaming and the like.
 OF_ANTHROPIC: dict[str, tuple[Any, ...]] = {
-    "tools": (), "tool_choice": ({"type": "auto"}, {"type": "none"}), "thinking": ({"type": "disabled"},),
-    "output_config": (), "output_format": (), "container": (), "diagnostics": (), "speed": ("standard",),
+    "output_format": (), "container": (), "diagnostics": (), "speed": ("standard",),
     "context_management": (), "mcp_servers": (), "compaction": (), "fallbacks": (), "fallback_credit_token": (),
     "billing_policy": (), "thread": (), "stop": (), "max_completion_tokens": (), "n": (1,),
 }  # fmt: skip
@@ -94,7 +93,9 @@ class Unserved:
 
 CHAT = Unserved(UNSERVED)
 COMPLETIONS = Unserved(UNSERVED | CHAT_ALONE)
-RESPONSES = Unserved(UNSERVED | CHAT_ALONE | _OF_RESPONSES)
+RESPONSES = Unserved(
+    {name: neutral for name, neutral in (UNSERVED | CHAT_ALONE | OF_RESPONSES).items() if name not in OWN_TOOLS}
+)
 TOKENS = Unserved(_OF_TOKENS)
 ANTHROPIC = Unserved(OF_ANTHROPIC)
 

@@ -1,7 +1,6 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's words for the same answers."""
 
 import json
-import typing
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ from asyncllm.wire.response_events import EventStream, Outcome, all_events
 from asyncllm.wire.sse import Decoder
 from asyncllm.wire.unserved import ANTHROPIC_LABELS, OF_ANTHROPIC
 
+from ..text import toys
 from .conftest import BOTH, HI, MODEL, Serve, Served, endless
 
 PATH = "/v1/messages"
@@ -155,6 +155,43 @@ def test_reasoning_and_calls_in_events_and_whole() -> None:
     assert head.whole(cut, PIECES[:5])["content"] == whole["content"][:2]  # half an input is none to act on
 
 
+WEATHER = {"name": "get_weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+CALL = '<think>hm</think>So:<tool_call>\n{"name": "get_weather", "arguments": {"city": "Brno"}}\n</tool_call>'
+LONG = {"max_model_len": 2048, "num_pages": 600, "max_step_tokens": 2048}
+
+
+@BOTH
+async def test_a_model_thinks_and_calls(serve: Serve, stream: bool) -> None:
+    async with serve(CALL, template=toys.TOOLS, **LONG) as served:
+        fields = {"tools": [WEATHER], "max_tokens": 200, "stream": stream}
+        message = await ask(served, **fields)
+        thought, said, call = message["content"]
+        assert (thought["thinking"], said["text"], message["stop_reason"]) == ("hm", "So:", "tool_use")
+        assert (call["name"], call["input"]) == ("get_weather", {"city": "Brno"})
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "sunny"}
+        talk = [*HI, {"role": "assistant", "content": message["content"]}, {"role": "user", "content": [result]}]
+        again = await ask(served, **fields, messages=talk)
+        assert again["usage"]["input_tokens"] + again["usage"]["cache_read_input_tokens"] == (
+            await served.post(f"{PATH}/count_tokens", {"messages": talk, "tools": [WEATHER]})
+        ).body["input_tokens"]
+        untold = await ask(served, **fields, thinking={"type": "adaptive", "display": "omitted"})
+        assert [block["type"] for block in untold["content"]] == ["text", "tool_use"]
+        cut = await ask(served, **fields | {"max_tokens": message["usage"]["output_tokens"] - 20, "stream": False})
+        assert [cut["stop_reason"], *[block["type"] for block in cut["content"]]] == ["max_tokens", "thinking", "text"]
+        plain = await ask(served, **fields, tool_choice={"type": "none"})
+        assert (plain["stop_reason"], "<tool_call>" in plain["content"][1]["text"]) == ("end_turn", True)
+
+
+async def test_thinking_is_told_to_the_template(serve: Serve) -> None:
+    async with serve(template=toys.TOOLS, **LONG) as served:
+        body = {"messages": HI, "thinking": {"type": "disabled"}}
+        without = (await served.post(f"{PATH}/count_tokens", body)).body["input_tokens"]
+        for fields in ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"output_config": {"effort": "max"}}):
+            assert (await served.post(f"{PATH}/count_tokens", body | {"thinking": None} | fields)).body[
+                "input_tokens"
+            ] < without  # which has an empty block
+
+
 @pytest.mark.parametrize(
     ("fields", "where"),
     [
@@ -167,7 +204,11 @@ def test_reasoning_and_calls_in_events_and_whole() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f"}]}]},
          "messages[0].content[0].input"),
-        ({"stop_sequences": [""]}, "stop[0]"), ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]"), ({"thinking": {"type": "enabled"}}, "thinking"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"), ({"thinking": {"type": "x"}}, "thinking.type"),
+        ({"tools": [{"name": "a b"}]}, "tools[0].name"), ({"tools": [{"name": "f", "type": "x"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f", "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.type"), ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ],
 )  # fmt: skip
 async def test_refusals_are_in_anthropics_shape(serve: Serve, fields: dict[str, Any], where: str) -> None:
@@ -225,5 +266,5 @@ def test_every_field_of_anthropics_types_is_served_a_label_or_refused() -> None:
         message_count_tokens_params.MessageCountTokensParams,
         beta.MessageCreateParamsStreaming,
     ):
-        assert set(typing.get_type_hints(params)) - known == set()
+        assert set(params.__annotations__) - known == set()
     assert not set(MessagesRequest.__struct_fields__) & (ANTHROPIC_LABELS | set(OF_ANTHROPIC))

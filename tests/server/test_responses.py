@@ -11,6 +11,7 @@ import pytest
 from asyncllm.server.settings import Settings
 from asyncllm.wire.sse import Decoder, Event
 
+from ..text import toys
 from .conftest import MODEL, Serve, Served, endless, refused, until
 
 PATH = "/v1/responses"
@@ -119,12 +120,20 @@ async def test_items_and_the_past(serve: Serve) -> None:
     ("fields", "param"),
     [
         ({"input": None}, "input"), ({"input": []}, "input"), ({"input": 3}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0].output"),
+        ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "?"}]}, "input[0].encrypted_content"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"tools": [{"type": "function"}]}, "tools"), ({"background": True}, "background"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"), ({"include": ["x"]}, "include"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"), ({"truncation": "auto"}, "truncation"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"), ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"), ({"tool_choice": "must"}, "tool_choice"),
+        ({"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function", "name": "g"}},
+         "tool_choice.name"),
+        ({"background": True}, "background"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"), ({"include": ["x"]}, "include[0]"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"), ({"truncation": "some"}, "truncation"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"), ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"conversation": "c"}, "conversation"), ({"max_tokens": 3}, "max_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"), ({"temperature": 3}, "temperature"),
@@ -140,12 +149,66 @@ async def test_what_is_not_served_is_refused_by_name(serve: Serve, fields: dict[
 async def test_what_asks_for_nothing_passes(serve: Serve) -> None:
     neutral = {
         "tools": [], "tool_choice": "auto", "text": {"format": {"type": "text"}}, "reasoning": None, "include": [],
-        "truncation": "disabled", "background": False, "parallel_tool_calls": True, "user": "u", "service_tier": "auto",
+        "truncation": "disabled", "max_tool_calls": 3, "background": False, "parallel_tool_calls": True, "user": "u",
+        "service_tier": "auto",
         "stream_options": {"include_obfuscation": False}, "metadata": {"a": "b"}, "unknown": 1,
     }  # fmt: skip
     async with serve() as served:
         answer = await ask(served, **neutral)
         assert (answer["status"], answer["metadata"]) == ("completed", {"a": "b"})
+
+
+WEATHER = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {"city": {}}}}
+CALL = '<think>hm</think>So:<tool_call>\n{"name": "get_weather", "arguments": {"city": "Brno"}}\n</tool_call>'
+LONG = {"max_model_len": 2048, "num_pages": 600, "max_step_tokens": 2048}
+
+
+async def test_reasoning_and_calls_are_items_streamed_as_whole(serve: Serve) -> None:
+    async with serve(CALL, template=toys.TOOLS, **LONG) as served:
+        fields = {"tools": [WEATHER], "include": ["reasoning.encrypted_content"]}
+        whole = await ask(served, **fields)
+        assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
+        thought, said, call = whole["output"]
+        assert (thought["content"][0]["text"], said["content"][0]["text"]) == ("hm", "So:")
+        assert (call["name"], call["arguments"], call["status"]) == ("get_weather", '{"city": "Brno"}', "completed")
+        assert (whole["tools"][0]["name"], whole["tool_choice"]) == ("get_weather", "auto")
+        assert 0 < whole["usage"]["output_tokens_details"]["reasoning_tokens"] < whole["usage"]["output_tokens"]
+        async with reading(served, **fields) as stream:
+            events = await stream.rest()
+        last = events[-1]["response"]
+        assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == last["output"]
+        arguments = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
+        assert "".join(arguments) == call["arguments"]
+        for one in (*whole["output"], *last["output"]):
+            del one["id"]
+            one.pop("call_id", None)
+        assert last["output"] == whole["output"]
+        assert last["usage"]["output_tokens_details"] == whole["usage"]["output_tokens_details"]
+
+
+async def test_a_calls_result_goes_on_by_id_or_spelled_out(serve: Serve) -> None:
+    async with serve(CALL, template=toys.TOOLS, **LONG) as served:
+        first = await ask(served, tools=[WEATHER], include=["reasoning.encrypted_content"])
+        result = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "sunny"}
+        kept = await ask(served, input=[result], previous_response_id=first["id"], tools=[WEATHER])
+        opaque = [{**first["output"][0], "content": []}, *first["output"][1:]]
+        for output in (first["output"], opaque):
+            spelled = await ask(served, input=[{"role": "user", "content": "hi"}, *output, result], tools=[WEATHER])
+            assert spelled["usage"]["input_tokens"] == kept["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+
+
+async def test_truncation_drops_the_oldest_turns_and_no_result_without_its_call(serve: Serve) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "x" * 40}
+    talk = [{"role": "user", "content": "y" * 40}, call, result, {"role": "user", "content": "hi"}]
+    async with serve(endless, max_model_len=100) as served:
+        refused(await served.post(PATH, {"input": talk, "instructions": "Be brief."}), "input")
+        short = await ask(served, input=talk, truncation="auto", instructions="Be brief.", max_output_tokens=10)
+        assert short["usage"]["input_tokens"] == (await ask(served, instructions="Be brief."))["usage"]["input_tokens"]
+        assert (short["truncation"], short["usage"]["output_tokens"]) == ("auto", 10)
+        whole = await ask(served, input=talk[-1:], truncation="auto")
+        assert whole["usage"]["input_tokens"] == (await ask(served))["usage"]["input_tokens"]
+        refused(await served.post(PATH, {"input": "z" * 400, "truncation": "auto"}), "input")
 
 
 async def test_kept_responses_can_be_asked_for_and_deleted(serve: Serve) -> None:

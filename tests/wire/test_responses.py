@@ -4,12 +4,20 @@ import json
 from typing import Any
 
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import (
+    Response,
+    ResponseStreamEvent,
+    function_tool_param,
+    response_create_params,
+    response_text_config_param,
+)
+from openai.types.shared_params import reasoning
 from pydantic import TypeAdapter
 
 from asyncllm.errors import InvalidRequest
 from asyncllm.wire import responses
 from asyncllm.wire.frames import text_frame
+from asyncllm.wire.requests import StreamOptions
 from asyncllm.wire.response_events import (
     Events,
     EventStream,
@@ -19,7 +27,9 @@ from asyncllm.wire.response_events import (
     all_events,
     error_frame,
 )
+from asyncllm.wire.responses import ResponseRequest
 from asyncllm.wire.sse import Decoder
+from asyncllm.wire.unserved import LABELS, RESPONSES
 
 STREAM_EVENT: Any = TypeAdapter(ResponseStreamEvent)
 OUTCOMES = [
@@ -123,3 +133,37 @@ def test_lanes_names_are_checked(value: Any) -> None:
 def test_messages_are_checked(decode: Any, body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         decode(body)
+
+
+def test_every_field_of_openais_types_is_served_a_label_or_refused() -> None:
+    known = set(ResponseRequest.__struct_fields__) | LABELS | set(RESPONSES.table)
+    for params in (
+        response_create_params.ResponseCreateParamsStreaming,
+        response_create_params.ResponseCreateParamsNonStreaming,
+    ):
+        assert set(params.__annotations__) - known == set()
+    assert not set(ResponseRequest.__struct_fields__) & set(RESPONSES.table)
+    served_labels = {"store", "metadata"}  # these have an effect here
+    assert set(ResponseRequest.__struct_fields__) & LABELS == served_labels
+    assert not LABELS & set(RESPONSES.table)
+
+
+@pytest.mark.parametrize("name", sorted(RESPONSES.table))
+def test_what_is_not_served_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        responses.decode_response(json.dumps({"input": "x", name: {"asks": "for something"}}).encode())
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("struct", "params"),
+    [
+        (responses.FunctionTool, function_tool_param.FunctionToolParam),
+        (responses.Reasoning, reasoning.Reasoning),
+        (responses.TextConfig, response_text_config_param.ResponseTextConfigParam),
+        (StreamOptions, response_create_params.StreamOptions),
+    ],
+)
+def test_so_is_every_field_of_what_lies_within(struct: Any, params: Any) -> None:
+    without_effect = {"output_schema", "async"}  # of a function: how its client runs it
+    assert set(params.__annotations__) - without_effect <= set(struct.__struct_fields__)
