@@ -70,9 +70,9 @@ async def test_resuming_and_cancelling_by_its_own_calls(serve: Serve) -> None:
 
 
 async def test_refusals_are_its_own_errors(serve: Serve) -> None:
-    tools: Any = [{"type": "function", "name": "f", "parameters": {}, "strict": False}]
+    tools: Any = [{"type": "web_search"}]
     async with serve() as served, client_of(served) as client:
-        for fields, param in (({"tools": tools}, "tools"), ({"background": True}, "background")):
+        for fields, param in (({"tools": tools}, "tools[0].type"), ({"background": True}, "background")):
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.responses.create(model=MODEL, input="hi", **fields)
             assert caught.value.param == param
