@@ -41,6 +41,7 @@ SWITCH_INTERVAL_S = 5e-4
 # a busy loop to give it back, in a step of 2 to 4 ms.
 CUDA_SWITCH_INTERVAL_S = 1e-4
 JOIN_S = 10.0  # longer than any step takes
+DEAD_JOIN_S = 0.5  # it has left, or a step is stuck and it never will
 
 
 def start(model: str | None = None, **options: Any) -> AbstractAsyncContextManager[AsyncLLM]:
@@ -135,7 +136,7 @@ async def running(
         yield llm
     finally:
         llm.close()
-        await thread.join()
+        await thread.join(JOIN_S if llm.dead is None else DEAD_JOIN_S)
 
 
 class GpuThread:
@@ -153,11 +154,11 @@ class GpuThread:
         self._thread.start()
         return await asyncio.wrap_future(self._ready)
 
-    async def join(self) -> None:
+    async def join(self, timeout_s: float) -> None:
         """Wait for the thread to leave, but not for a step that is stuck."""
-        await asyncio.to_thread(self._thread.join, JOIN_S)
+        await asyncio.to_thread(self._thread.join, timeout_s)
         if self._thread.is_alive():
-            log.error("the GPU thread has not left within %g s: a step is stuck", JOIN_S)
+            log.error("the GPU thread has not left within %g s: a step is stuck", timeout_s)
 
     def _run(self) -> None:
         self._ready.set_running_or_notify_cancel()  # from here on nobody cancels it under our feet
@@ -174,7 +175,8 @@ class GpuThread:
             engine.run()
         except BaseException as error:
             log.critical("the engine has died: %r", error, exc_info=error)
-            self._on_death(EngineDead("the engine has died; the server must be restarted"))
+            kind = type(error) if isinstance(error, EngineDead) else EngineDead
+            self._on_death(kind("the engine has died; the server must be restarted"))
 
 
 @contextmanager

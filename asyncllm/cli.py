@@ -14,15 +14,23 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
-from . import __version__
+from . import __version__, logs, supervise
 from . import config as configs
 from .config import ATTENTIONS, DEVICES, DTYPES, PACES, REASONING_PARSERS, TOOL_PARSERS, Config
-from .errors import AsyncLLMError
+from .errors import AsyncLLMError, EngineDead
+
+if TYPE_CHECKING:
+    from .server.settings import Access
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 EXIT_FAILED_REQUESTS = 1
 EXIT_CANNOT_START = 2
@@ -34,9 +42,10 @@ Value = TypeVar("Value")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; exits with its code."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    args.arguments = sys.argv[1:] if argv is None else argv
+    logs.set_up(args.log_level)
     try:
-        sys.exit(args.run(args))
+        _leave(args.run(args))
     except (AsyncLLMError, ValueError, OSError) as error:
         logging.debug("cannot go on", exc_info=True)
         print(f"asyncllm: {error}", file=sys.stderr)
@@ -45,18 +54,39 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(EXIT_INTERRUPTED)
 
 
+def _leave(code: int) -> NoReturn:
+    """An engine that died may hold its thread in a kernel; the interpreter's way out would wait for that."""
+    if code >= EngineDead.exit_code:
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def _serve(args: argparse.Namespace) -> int:
+    if args.supervise:
+        return supervise.Supervisor(supervise.command_of(args.arguments)).run()
+    _raise_file_limit()
     return _run(_serving(args))
+
+
+def _raise_file_limit() -> None:
+    """As many connections as the system lets this user have: its default of 1,024 is from another age."""
+    if resource is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serving(args: argparse.Namespace) -> int:
     from . import build
-    from .server.app import serve
+    from .server.app import serve, tls_context
     from .server.settings import Settings
 
     started_s = time.monotonic()
     _check_address(args.host, args.port)
-    settings = Settings(**{name: getattr(args, name) for name in Settings.__struct_fields__})
+    settings = Settings(**{name: getattr(args, name) for name in LIMITS}, access=_access(args))
+    tls_context(settings.access)  # told of before a model is loaded for nothing
     async with build.serving(_config(args)) as llm:
 
         def on_ready(url: str) -> None:
@@ -79,6 +109,38 @@ def _check_address(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _access(args: argparse.Namespace) -> "Access":
+    """Keys come from flags, a file and the environment together.
+
+    Raises:
+        ValueError: a key that is none. OSError: a file that cannot be read.
+    """
+    from .server.keys import read_keys
+    from .server.settings import Access
+
+    lines = [*args.api_key, *os.environ.get("ASYNCLLM_API_KEY", "").split(",")]
+    if args.api_key_file is not None:
+        lines += args.api_key_file.read_text().splitlines()
+    keys = read_keys(lines)
+    if not keys and (args.api_key or args.api_key_file is not None):
+        raise ValueError("an API key was announced, and none is there")  # not: served to everybody
+    return Access(
+        keys=keys,
+        hosts=_allowed_hosts(args),
+        origins=tuple(args.allowed_origin),
+        admin_port=args.admin_port,
+        certfile=args.ssl_certfile,
+        keyfile=args.ssl_keyfile,
+    )
+
+
+def _allowed_hosts(args: argparse.Namespace) -> tuple[str, ...] | None:
+    """On loopback, where a browser may be led to from any page, the names of loopback alone."""
+    if args.allowed_host:
+        return None if "*" in args.allowed_host else tuple(name.lower() for name in args.allowed_host)
+    return ("localhost",) if args.host in ("localhost", "127.0.0.1", "::1") else None
 
 
 def _curl(url: str, model: str, *, chat: bool) -> str:
@@ -161,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"asyncllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, help_text, *groups in (
-        ("serve", _serve, "serve a model over HTTP", _add_server_flags, _add_engine_flags, _add_limit_flags),
+        ("serve", _serve, "serve a model over HTTP", _add_server_flags, _add_engine_flags),
         ("chat", _chat, "talk to a server, or to a model in this process", _add_chat_flags, _add_engine_flags),
         ("bench", _bench, "measure a server under load, one JSON line a run", _add_bench_flags),
     ):
@@ -179,6 +241,9 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--port", type=_port, default=8000, help="port to listen on; 0: the system chooses one; default: 8000")
     add("--served-model-name", help="the model's name in requests and replies, if not its own")
     add("--log-level", default="info", choices=LOG_LEVELS, help="what to log to stderr; default: info")
+    add("--supervise", action="store_true", help="start the server again when it dies, under a small parent process")
+    _add_access_flags(parser)
+    _add_limit_flags(parser)
 
 
 def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
@@ -237,6 +302,7 @@ def _to_span(text: str) -> tuple[int, int]:
 
 
 _port = _checked(int, lambda port: 0 <= port < 65536, "a port from 0 to 65535")
+_size = _checked(int, lambda number: number >= 0, "a whole number")
 _count = _checked(int, lambda number: number > 0, "a whole number above 0")
 _seconds = _checked(float, lambda seconds: 0 <= seconds < math.inf, "a number of seconds")
 _some_seconds = _checked(float, lambda seconds: 0 < seconds < math.inf, "a number of seconds above 0")
@@ -248,11 +314,14 @@ _floats = _checked(
 )
 
 
-_LIMITS: dict[str, tuple[Callable[[str], float], str]] = {
+LIMITS: dict[str, tuple[Callable[[str], float], str]] = {
     "drain_s": (_seconds, "how long requests may run on after SIGTERM"),
     "watchdog_s": (_seconds, "a step that takes longer is stuck, and ends the process; 0: none is"),
     "max_body_bytes": (_count, "the largest request body, and the largest WebSocket message"),
     "body_timeout_s": (_some_seconds, "how long a request's body may take to arrive"),
+    "header_timeout_s": (_some_seconds, "and its head before that"),
+    "max_connections": (_size, "connections open at once; 0: four fifths of the open files allowed"),
+    "requests_per_minute": (_seconds, "requests a key may send in a minute; 0: any number"),
     "send_timeout_s": (_some_seconds, "how long a reader may leave its socket full before it is cut off"),
     "max_unread_bytes": (_count, "how much text may wait for such a reader"),
     "peer_timeout_s": (_some_seconds, "after which a peer that answers no packet is gone"),
@@ -276,12 +345,23 @@ def _add_limit_flags(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("limits on what one client can cost").add_argument
     usual = Settings()
-    for name, (kind, text) in _LIMITS.items():
+    for name, (kind, text) in LIMITS.items():
         default = getattr(usual, name)
         flag = "--" + re.sub("_s$", "-seconds", name).replace("_", "-")
         unit = {"seconds": "SECONDS", "bytes": "BYTES"}.get(flag.rpartition("-")[2], "N")
         shown = default if isinstance(default, int) else f"{default:g}"
         add(flag, dest=name, type=kind, default=default, metavar=unit, help=f"{text}; default: {shown}")
+
+
+def _add_access_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("who may come in").add_argument
+    add("--api-key", action="append", default=[], help="KEY or 'NAME KEY'; ps shows it to others: better a file")
+    add("--api-key-file", type=Path, help="of such lines; or ASYNCLLM_API_KEY=KEY,KEY in the environment")
+    add("--allowed-host", action="append", default=[], help="a name that Host may say; *: any, as off loopback")
+    add("--allowed-origin", action="append", default=[], help="a page that may ask (CORS), as https://example.org")
+    add("--admin-port", type=_port, help="/metrics there, on 127.0.0.1, and not among the other routes")
+    add("--ssl-certfile", help="TLS: the certificate and its chain, PEM")
+    add("--ssl-keyfile", help="and its key, without a password")
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,10 @@
     ├── TimedOut              504: its own deadline came before its first token
     ├── Aborted               499: somebody ended the request before it was done
     ├── StepFailed            500: the step that computed this request failed
-    ├── EngineDead            503: the engine thread has ended
+    ├── OutOfMemory           503: the step found no memory for this request
+    ├── EngineDead            503: the engine thread has ended; the process exits with its exit_code
+    │   ├── DeviceFailed      a CUDA error other than out of memory
+    │   └── EngineStuck       no step has ended for too long
     └── ModelError            (start only) this model cannot be loaded, and why
 
 Imported by every floor; imports nothing of ours.
@@ -23,6 +26,7 @@ class AsyncLLMError(Exception):
     status = 500
     type = "server_error"
     code: str | None = None
+    retry_after_s: float | None = None  # when another attempt has a chance
 
 
 class InvalidRequest(AsyncLLMError):
@@ -53,11 +57,13 @@ class BodyTooLarge(InvalidRequest):
 class QueueFull(AsyncLLMError):
     status = 503
     code = "queue_full"
+    retry_after_s = 1.0
 
 
 class Draining(AsyncLLMError):
     status = 503
     code = "draining"
+    retry_after_s = 5.0
 
 
 class TimedOut(AsyncLLMError):
@@ -74,9 +80,25 @@ class StepFailed(AsyncLLMError):
     code = "step_failed"
 
 
+class OutOfMemory(AsyncLLMError):
+    status = 503
+    code = "out_of_memory"
+    retry_after_s = 5.0
+
+
 class EngineDead(AsyncLLMError):
     status = 503
     code = "engine_dead"
+    exit_code = 70
+    retry_after_s = 10.0  # a supervisor may have it back by then
+
+
+class DeviceFailed(EngineDead):
+    exit_code = 71
+
+
+class EngineStuck(EngineDead):
+    exit_code = 72
 
 
 class ModelError(AsyncLLMError):

@@ -25,7 +25,7 @@ import msgspec
 
 from .bridge import Abort, Close, EngineStats, Finish, Inbox, Outbox, Submit, Token, Update
 from .config import PacePolicy
-from .errors import Aborted, AsyncLLMError, Draining, EngineDead, InvalidRequest, QueueFull
+from .errors import Aborted, AsyncLLMError, Draining, EngineDead, EngineStuck, InvalidRequest, QueueFull
 from .mailbox import Mailbox
 from .pace import Pace, Reader
 from .text.answer import AnswerParser
@@ -223,6 +223,12 @@ class AsyncLLM:
         """What the tokens take that no reader has taken yet, about."""
         return sum([mailbox.num_unread_bytes for mailbox in self._mailboxes.values()])
 
+    @property
+    def silent_s(self) -> float:
+        """For how long no step has ended while somebody waits for one; 0 while nobody does."""
+        since_s = max(self.stats.monotonic_s, self._busy_since_s)
+        return time.monotonic() - since_s if self._mailboxes else 0.0
+
     # -- the short way --
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> Stream:
@@ -417,11 +423,10 @@ class AsyncLLM:
         """Look after the engine's heartbeat: once no step has ended for `limit_s` while somebody waits, every
         thread's stack goes to stderr and the engine counts as dead. A thread in a kernel cannot be stopped."""
         while self.dead is None:
-            since_s = max(self.stats.monotonic_s, self._busy_since_s)
-            if self._mailboxes and time.monotonic() - since_s > limit_s:
+            if self.silent_s > limit_s:
                 faulthandler.dump_traceback(all_threads=True)
                 log.critical("no step has ended for %g s; the stacks are above", limit_s)
-                self.died(EngineDead(f"no step has ended for {limit_s:g} s; the server must be restarted"))
+                self.died(EngineStuck(f"no step has ended for {limit_s:g} s; the server must be restarted"))
             await asyncio.sleep(limit_s / 4)
 
     def close(self) -> None:

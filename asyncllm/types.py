@@ -6,6 +6,7 @@ All frozen, owned by nobody, read by everyone. Imports nothing of ours.
 import enum
 import math
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
@@ -44,6 +45,17 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_len: int  # tokens; smaller than the context where the KV pool is
     max_running: int  # sequences that hold a slot
     max_waiting: int  # submissions that may queue behind them
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """On whose behalf a request is served, and how long he will wait for its end."""
+
+    name: str = ""  # "" where no keys are asked for
+    timeout_s: float | None = None
+
+
+# Set at the door, and inherited by every task that serves the request.
+CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B039  (it is frozen)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

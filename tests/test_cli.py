@@ -12,8 +12,11 @@ import asyncllm
 from asyncllm import build, cli
 from asyncllm.config import Config
 from asyncllm.server import app
-from asyncllm.server.settings import Settings
+from asyncllm.server.keys import find_key
+from asyncllm.server.settings import Access, Settings
 from tests.tiny import make_checkpoint
+
+LOOPBACK = Access(hosts=("localhost",))  # what --host is by default
 
 
 class Served:
@@ -48,17 +51,28 @@ def serve(*flags: str) -> int | str | None:
 
 def test_without_flags_everything_has_its_default(served: Served) -> None:
     assert serve() == 7
-    assert (served.settings, served.config) == (Settings(), Config(model="model"))
+    assert (served.settings, served.config) == (Settings(access=LOOPBACK), Config(model="model"))
 
 
 def test_every_setting_has_a_flag_that_reaches_it(served: Served) -> None:
-    wanted = {name: value + 1 for name, value in msgspec.structs.asdict(Settings()).items()}
+    wanted = {name: value + 1 for name, value in msgspec.structs.asdict(Settings()).items() if name != "access"}
     flags = []
     for name, value in wanted.items():
         flag = name.removesuffix("_s").replace("_", "-") + ("-seconds" if name.endswith("_s") else "")
         flags += [f"--{flag}", str(value)]
     assert serve(*flags) == 7
-    assert msgspec.structs.asdict(served.settings) == wanted
+    assert served.settings == Settings(**wanted, access=LOOPBACK)
+
+
+def test_who_may_come_in(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("alice alice-secret\n")
+    monkeypatch.setenv("ASYNCLLM_API_KEY", "other-secret")
+    serve("--api-key", "key-secret", "--api-key-file", str(tmp_path / "keys"), "--allowed-host", "LLM.example")
+    access = served.settings.access
+    assert (access.hosts, len(access.keys)) == (("llm.example",), 3) and "secret" not in repr(access)
+    assert find_key(access.keys, b"alice-secret") == access.keys[2] and find_key(access.keys, b"alice") is None
+    for flags, hosts in ((("--host", "0.0.0.0"), None), (("--allowed-host", "*"), None), ((), ("localhost",))):
+        assert serve(*flags) == 7 and served.settings.access.hosts == hosts
 
 
 def test_the_pace_is_the_engines(served: Served) -> None:

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import EngineDead
+from ..errors import DeviceFailed, OutOfMemory
 
 _CUDA_FAILED = re.compile(r"CUDA error|cudaError|CUDA driver error|Triton Error")
 RING = 4  # entries: two steps may be in flight, one is being filled, one is spare
@@ -34,26 +34,33 @@ def new_event() -> Any:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def fatal(error: BaseException) -> EngineDead | None:
-    """EngineDead where the CUDA context is beyond repair; None where the step alone failed, as out of memory."""
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+def fatal(error: BaseException) -> DeviceFailed | None:
+    """DeviceFailed where the CUDA context is beyond repair; None where the step alone failed, as out of memory."""
+    if is_out_of_memory(error):
         return None
     is_cuda = isinstance(error, getattr(torch, "AcceleratorError", ())) or (
         isinstance(error, RuntimeError) and _CUDA_FAILED.search(str(error)) is not None
     )
-    return EngineDead(f"the GPU failed: {str(error).splitlines()[0]}") if is_cuda else None
+    return DeviceFailed(f"the GPU failed: {str(error).splitlines()[0]}") if is_cuda else None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 @contextmanager
 def fatal_errors() -> Iterator[None]:
-    """Turns what `fatal` names into EngineDead.
+    """Turns a device's errors into ours.
 
     Raises:
-        EngineDead: a CUDA error other than out of memory; every later call would raise it again.
+        DeviceFailed: a CUDA error other than out of memory; every later call would raise it again.
+        OutOfMemory: the step can be tried again with less in it.
     """
     try:
         yield
     except Exception as error:
+        if is_out_of_memory(error):
+            raise OutOfMemory("the device has no memory left for this request") from error
         if (dead := fatal(error)) is not None:
             raise dead from error
         raise

@@ -3,6 +3,7 @@
 Loop thread. Every answer is read from what the engine last published; none asks it anything.
 """
 
+import copy
 import functools
 
 import orjson
@@ -16,6 +17,7 @@ from .completions import check_model
 from .gate import LLM, json_response
 from .metrics import Metrics
 
+STALLED_S = 20.0  # a step this long is no place to send more to; it may be alive
 METRICS = web.AppKey("metrics", Metrics)
 
 
@@ -31,9 +33,9 @@ async def model(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """GET /health: live unless the engine has died. A long prefill or a drain is life."""
+    """GET /health: live unless the engine has died. A long prefill or a drain is life; progress is in /metrics."""
     if (dead := request.app[LLM].dead) is not None:
-        raise dead
+        raise copy.copy(dead)
     return json_response({"status": "ok"})
 
 
@@ -41,11 +43,13 @@ async def ready(request: web.Request) -> web.Response:
     """GET /ready: whether a request sent now would be taken."""
     llm = request.app[LLM]
     if llm.dead is not None:
-        raise llm.dead
+        raise copy.copy(llm.dead)
     if llm.draining:
         raise Draining("the server is stopping")
     if llm.num_live >= llm.limits.max_running + llm.limits.max_waiting:
         raise QueueFull("the queue is full")
+    if llm.silent_s > STALLED_S:
+        raise QueueFull(f"no step has ended for {llm.silent_s:.0f} s")
     return json_response({"status": "ready"})
 
 

@@ -25,8 +25,13 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     """Errors of these routes as Anthropic's clients read them."""
     if not _is_ours(request):
         return await handler(request)
-    response = await gate.answer_errors(request, handler)
-    if isinstance(response, web.Response) and response.status >= 400 and isinstance(response.body, bytes):
+    return in_its_words(request, await gate.answer_errors(request, handler))
+
+
+def in_its_words(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """An error of these routes, told anew; anything else as it is."""
+    if _is_ours(request) and isinstance(response, web.Response) and response.status >= 400:
+        assert isinstance(response.body, bytes)
         response.body = error_body(response.status, response.body, request_id(request))
     return response
 

@@ -5,41 +5,43 @@ Loop thread. It never knows how an answer is made.
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import signal
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
+from ..errors import EngineDead
 from ..llm import AsyncLLM
-from . import admin, anthropic, completions, gate, live, responses, tokens, websocket
+from . import access, admin, anthropic, completions, gate, live, responses, tokens, websocket
+from .door import Door, Doors
 from .metrics import Metrics
-from .settings import Settings
+from .rates import RATES, Rates
+from .settings import Access, Settings
 
 log = logging.getLogger(__name__)
 
 EXIT_OK = 0
 EXIT_STOPPED_AT_ONCE = 1  # a second signal came before the first one's drain was over
-EXIT_ENGINE_DEAD = 70
+BLOCKED_LIMITS, BLOCKED_AT_LEAST_S = 2.0, 30.0  # watchdogs, after which a loop that does not turn counts as stuck
 _CLOSING_S = 2.0  # for the last events to reach their sockets; aiohttp may take it twice
 
 
 def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Application:
     """The routes around one engine."""
     settings = settings or Settings()
-    middlewares = [gate.answer_errors, anthropic.answer_errors]
-    app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)
-    app[gate.LLM] = llm
-    app[gate.SETTINGS] = settings
+    app = _bare_app(llm, settings)
     app[live.RESPONSES] = live.Responses(llm, settings)
     app[tokens.LONG_TEXTS] = asyncio.Semaphore(1)
     app[websocket.SOCKETS] = sockets = websocket.Sockets(llm, settings)
     app[admin.METRICS] = Metrics(llm, sockets)
+    app[RATES] = Rates(settings.requests_per_minute)
     app.cleanup_ctx.append(websocket.draining)
     app.on_shutdown.append(_close_sockets)
-    app.on_response_prepare.append(gate.add_request_id)
-    app.on_response_prepare.append(anthropic.add_request_id)
     app.add_routes(
         [
             web.post("/v1/chat/completions", completions.chat),
@@ -61,10 +63,36 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
             web.get("/health", admin.health),
             web.get("/ready", admin.ready),
             web.get("/version", admin.version),
-            web.get("/metrics", admin.metrics),
             web.get("/openapi.json", admin.openapi),
         ]
     )
+    if settings.access.admin_port is None:
+        app.add_routes([web.get("/metrics", admin.metrics)])
+    return app
+
+
+def build_admin_app(app: web.Application) -> web.Application:
+    """What operators ask of `app`, for an address of its own."""
+    ours = _bare_app(app[gate.LLM], app[gate.SETTINGS])
+    ours[admin.METRICS] = app[admin.METRICS]
+    ours.add_routes(
+        [
+            web.get("/health", admin.health),
+            web.get("/ready", admin.ready),
+            web.get("/version", admin.version),
+            web.get("/metrics", admin.metrics),
+        ]
+    )
+    return ours
+
+
+def _bare_app(llm: AsyncLLM, settings: Settings) -> web.Application:
+    middlewares = [gate.answer_errors, anthropic.answer_errors]
+    app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)
+    app[gate.LLM], app[gate.SETTINGS] = llm, settings
+    app.on_response_prepare.append(gate.add_request_id)
+    app.on_response_prepare.append(anthropic.add_request_id)
+    app.on_response_prepare.append(access.allow_origin)
     return app
 
 
@@ -82,25 +110,80 @@ async def listening(
         OSError: the address cannot be listened on, saying which and why.
     """
     settings = settings or Settings()
-    runner = web.AppRunner(
-        build_app(llm, settings),
-        # aiohttp leaves handlers of clients that left running; only tests' servers cancel them by default.
-        handler_cancellation=True,
-        access_log=None,
-        keepalive_timeout=settings.keepalive_s,
-        lingering_time=_CLOSING_S,
-        shutdown_timeout=_CLOSING_S,
-        auto_decompress=False,  # nothing compressed is read, so nothing can be a bomb
-    )
+    app = build_app(llm, settings)
+    tls = tls_context(settings.access)
+    async with contextlib.AsyncExitStack() as stack:
+        open_port = await stack.enter_async_context(_open(app, host, port, settings, tls))
+        if settings.access.admin_port is not None:
+            own = msgspec.structs.replace(settings, access=Access(hosts=access.LOOPBACK_NAMES))
+            admin_app, admin_port = build_admin_app(app), settings.access.admin_port
+            await stack.enter_async_context(_open(admin_app, "127.0.0.1", admin_port, own, None))
+        yield _url("https" if tls else "http", host, open_port)
+
+
+@contextlib.asynccontextmanager
+async def _open(
+    app: web.Application, host: str, port: int, settings: Settings, tls: ssl.SSLContext | None
+) -> AsyncIterator[int]:
+    """One address, and what answers there; yields the port."""
+    # aiohttp leaves handlers of clients that left running; only tests' servers cancel them by default.
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_CLOSING_S)
     await runner.setup()
     try:
+        manager = runner.server
+        assert manager is not None
+        manager.request_handler = access.guarded(manager.request_handler, settings)
+        doors = Doors(lambda doors: _door(doors, manager), settings)
+        loop = asyncio.get_running_loop()
+        handshake_s = settings.header_timeout_s if tls else None
         try:
-            await web.TCPSite(runner, host, port, backlog=2048).start()
+            server = await loop.create_server(
+                doors, host, port, ssl=tls, backlog=2048, reuse_address=True, ssl_handshake_timeout=handshake_s
+            )
         except OSError as error:
             raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
-        yield _url(host, runner.addresses[0][1])
+        try:
+            yield int(server.sockets[0].getsockname()[1])
+        finally:
+            server.close()
     finally:
         await runner.cleanup()
+
+
+def _door(doors: Doors, manager: web.Server) -> Door:
+    return Door(
+        doors,
+        manager,
+        loop=asyncio.get_running_loop(),
+        access_log=None,
+        logger=log,
+        keepalive_timeout=doors.settings.keepalive_s,
+        lingering_time=_CLOSING_S,
+        auto_decompress=False,  # nothing compressed is read, so nothing can be a bomb
+    )
+
+
+def tls_context(access: Access) -> ssl.SSLContext | None:
+    """
+    Raises:
+        ValueError: one file without the other, or an encrypted key. OSError: they cannot be read or do not fit.
+    """
+    certfile, keyfile = access.certfile, access.keyfile
+    if certfile is None and keyfile is None:
+        return None
+    if certfile is None or keyfile is None:
+        raise ValueError("TLS needs both a certificate and its key")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certfile, keyfile, password=_no_password)
+    except OSError as error:
+        raise OSError(f"the TLS certificate {certfile} and key {keyfile} cannot be used: {error}") from None
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the TLS key is encrypted; give one that is not, readable by this user alone")
 
 
 async def serve(
@@ -125,23 +208,42 @@ async def serve(
     async with signals, listening(llm, host, port, settings) as url, _watched(llm, settings.watchdog_s):
         on_ready(url)
         if not await _first(signals.wait(), llm.wait_died()):
-            return EXIT_ENGINE_DEAD
+            return _exit_code(llm)
         log.info("draining for at most %g s", settings.drain_s)
         if await _first(llm.drain(settings.drain_s), signals.wait()):
-            return EXIT_OK if llm.dead is None else EXIT_ENGINE_DEAD
+            return _exit_code(llm)
         await llm.drain(0)
         return EXIT_STOPPED_AT_ONCE
 
 
+def _exit_code(llm: AsyncLLM) -> int:
+    return llm.dead.exit_code if isinstance(llm.dead, EngineDead) else EXIT_OK
+
+
 @contextlib.asynccontextmanager
 async def _watched(llm: AsyncLLM, limit_s: float) -> AsyncIterator[None]:
-    watch = asyncio.create_task(llm.watch(limit_s)) if limit_s > 0 else None
+    """The engine watched by the loop, and the loop by a thread of C that needs no GIL."""
+    if not limit_s:
+        yield
+        return
+    watches = [asyncio.create_task(llm.watch(limit_s)), asyncio.create_task(turning(limit_s * BLOCKED_LIMITS))]
     try:
         yield
     finally:
-        if watch is not None:
+        for watch in watches:
             watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+        await asyncio.gather(*watches, return_exceptions=True)
+
+
+async def turning(limit_s: float) -> None:
+    """While this runs, a loop that stands still for limit_s ends the process, and all stacks go to stderr first."""
+    limit_s = max(limit_s, BLOCKED_AT_LEAST_S)
+    try:
+        while True:
+            faulthandler.dump_traceback_later(limit_s, exit=True)
+            await asyncio.sleep(limit_s / 8)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class Signals:
@@ -177,5 +279,5 @@ async def _first(one: Coroutine[Any, Any, object], other: Coroutine[Any, Any, ob
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _url(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

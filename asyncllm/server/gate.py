@@ -17,6 +17,7 @@ from ..errors import AsyncLLMError, BodyTooLarge, InvalidRequest
 from ..llm import AsyncLLM
 from ..types import EngineLimits
 from ..wire.errors import error_body, error_reply
+from .rates import RATES
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -35,11 +36,13 @@ async def read_body(request: web.Request) -> bytes:
 
     Raises:
         BodyTooLarge: by Content-Length before a byte is read, or while reading.
+        RateLimited: the caller has asked too often.
         InvalidRequest: the body broke off or was framed wrongly.
         web.HTTPException: 403 from a foreign page, 415 for another content type, 408 for a body that is too slow.
     """
     settings = request.app[SETTINGS]
     check_origin(request)
+    request.app[RATES].spend()
     _check_content_type(request)
     if (request.content_length or 0) > settings.max_body_bytes:
         raise _too_large(settings)
@@ -101,7 +104,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def check_origin(request: web.Request) -> None:
-    """Refuse what a foreign web page makes its reader's browser send; only browsers name an Origin.
+    """Refuse what a foreign web page makes its reader's browser send, but those allowed; only browsers name an Origin.
 
     Raises:
         web.HTTPForbidden: the page is not of this server.
@@ -109,6 +112,7 @@ def check_origin(request: web.Request) -> None:
     origin: str | None = request.headers.get("Origin")
     try:
         is_ours = origin is None or urlsplit(origin).netloc == request.host
+        is_ours = is_ours or origin in request.app[SETTINGS].access.origins
     except ValueError:  # no address at all
         is_ours = False
     if not is_ours:

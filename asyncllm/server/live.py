@@ -16,7 +16,7 @@ from aiohttp import web
 
 from ..errors import Aborted, AsyncLLMError, InvalidRequest
 from ..llm import AsyncLLM, Stream
-from ..types import Delta, FinishReason, Progress
+from ..types import CALLER, Delta, FinishReason, Progress
 from ..wire import items
 from ..wire.items import CONTENT, REASONING, Piece
 from ..wire.response_events import Events, Framing, Head, Outcome, Script, all_events
@@ -95,6 +95,7 @@ class LiveResponse:
     ) -> None:
         self.dirty = False
         self.id = telling.id
+        self.caller = CALLER.get().name
         self.stored = stored
         self.resumable = resumable
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -319,10 +320,9 @@ class Responses:
     def get(self, response_id: str) -> LiveResponse:
         """
         Raises:
-            ResponseNotFound: unknown, or no longer kept.
+            ResponseNotFound: unknown, no longer kept, or another caller's.
         """
-        self._expire()
-        if (live := self._by_id.get(response_id)) is None:
+        if (live := self._own(response_id)) is None:
             raise ResponseNotFound(f"no response {response_id[:80]!r} is kept here", "response_id")
         return live
 
@@ -332,11 +332,15 @@ class Responses:
         live.cancel()
         self._drop(live.id)
 
+    def _own(self, response_id: str) -> LiveResponse | None:
+        self._expire()
+        live = self._by_id.get(response_id)
+        return live if live is not None and live.caller == CALLER.get().name else None
+
     def _past(self, response_id: str | None) -> Messages:
         if response_id is None:
             return []
-        self._expire()
-        live = self._by_id.get(response_id)
+        live = self._own(response_id)
         if live is None or live.outcome is None or live.outcome.status == "failed":
             message = f"the response {response_id[:80]!r} is not kept here, or has not ended; send the whole input"
             raise PreviousNotFound(message, "previous_response_id")

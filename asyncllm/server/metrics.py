@@ -48,6 +48,7 @@ class Metrics(Collector):
             ("kv_cache_usage", "Share of the KV pages that sequences hold", kv_usage),
             ("batch_occupancy", "Share of the slots that are in use", stats.num_running / limits.max_running),
             ("engine_step", "Number of the engine's last step", stats.step),
+            ("engine_silent_seconds", "For how long no step has ended while somebody waits", self._llm.silent_s),
             ("websockets_open", "Open WebSocket connections", len(self._sockets)),
             ("unsent_bytes", "Bytes that wait for clients to read", self._num_unsent_bytes()),
             ("flush_gathering", "1 while text is gathered, as the loop lags; 0 at every step", pace.gathering),

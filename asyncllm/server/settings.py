@@ -2,6 +2,19 @@
 
 import msgspec
 
+from .keys import ApiKey
+
+
+class Access(msgspec.Struct, frozen=True, kw_only=True):
+    """Who may come in, and by which way."""
+
+    keys: tuple[ApiKey, ...] = ()  # none: whoever comes is served
+    hosts: tuple[str, ...] | None = None  # names that Host may say, beside addresses; None: any
+    origins: tuple[str, ...] = ()  # foreign pages that may ask; each as its browser says it
+    admin_port: int | None = None  # where metrics are, if not among the other routes; on loopback
+    certfile: str | None = None  # with keyfile: TLS
+    keyfile: str | None = None
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on what one client can cost."""
@@ -15,6 +28,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     sse_comment_s: float = 0.0  # 0: no comments in a silent event stream; some readers choke on them
     drain_s: float = 30.0  # after SIGTERM
     watchdog_s: float = 120.0  # a step longer than this is stuck; 0 waits for ever
+    header_timeout_s: float = 15.0  # for a request's head, however it dribbles
+    max_connections: int = 0  # 0: four fifths of the file descriptors this process may have
+    requests_per_minute: float = 0.0  # of each key; 0: any number
     # -- responses --
     retention_s: float = 600.0  # how long an ended response can be asked for
     max_retained_bytes: int = 64 << 20  # of all of them
@@ -26,3 +42,5 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     socket_lifetime_s: float = 3600.0  # after which a socket takes no more creates
     max_queued_per_socket: int = 64
     heartbeat_s: float = 25.0  # pings; below the usual 60 s of proxies
+    # --
+    access: Access = Access()

@@ -32,6 +32,7 @@ from .completions import check_model
 from .events import Outflow
 from .gate import LLM, SETTINGS, check_density, check_origin
 from .live import RESPONSES, LiveResponse, ResponseNotFound, Responses
+from .rates import RATES, Rates
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ async def upgrade(request: web.Request) -> web.StreamResponse:
     await socket.prepare(request)
     if (transport := request.transport) is None:
         return socket
-    connection = Connection(request.app[LLM], request.app[RESPONSES], settings, socket, transport)
+    connection = Connection(request.app[LLM], request.app[RESPONSES], settings, socket, transport, request.app[RATES])
     sockets.add(connection)
     try:
         async for message in socket:
@@ -142,6 +143,7 @@ class Connection:
         settings: Settings,
         socket: web.WebSocketResponse,
         transport: asyncio.Transport,
+        rates: Rates,
     ) -> None:
         self.dirty = False
         self.llm = llm
@@ -149,6 +151,7 @@ class Connection:
         self.active = asyncio.Semaphore(settings.max_active_per_socket)
         self._settings = settings
         self._socket = socket
+        self._rates = rates
         self._outflow = Outflow(transport, settings)
         self.has_room = self._outflow.has_room
         self._frames: list[bytes] = []
@@ -218,6 +221,7 @@ class Connection:
         match kind:
             case "response.create" | "response.attach":
                 self._check_room()
+                self._rates.spend()
                 self._lane(stream_id).put(kind, message)
             case "response.cancel":
                 self._cancel(stream_id, decode_cancel(message).response_id)

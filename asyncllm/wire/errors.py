@@ -3,13 +3,14 @@
 Any thread. It never knows which route failed; what is not ours to explain stays in the log.
 """
 
+import math
+
 import orjson
 
-from ..errors import AsyncLLMError, Draining, QueueFull
+from ..errors import AsyncLLMError
 from . import sse
 
-# Seconds after which a retry has a chance. The SDKs give up on more than 120.
-_RETRY_AFTER_S: dict[type[AsyncLLMError], str] = {QueueFull: "1", Draining: "5"}
+_MAX_RETRY_AFTER_S = 120  # the SDKs give up on more
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
@@ -24,9 +25,10 @@ def error_reply(error: BaseException) -> tuple[int, bytes, dict[str, str]]:
     """
     if not isinstance(error, AsyncLLMError):
         return 500, error_body("internal error; the server's log has the details", "server_error"), {}
-    retry_after = _RETRY_AFTER_S.get(type(error))
-    headers = {"Retry-After": retry_after} if retry_after else {}
-    return error.status, _body(error), headers
+    if (after_s := error.retry_after_s) is None:
+        return error.status, _body(error), {}
+    retry_after = min(max(1, math.ceil(after_s)), _MAX_RETRY_AFTER_S)
+    return error.status, _body(error), {"Retry-After": str(retry_after)}
 
 
 def error_event(error: BaseException) -> bytes:

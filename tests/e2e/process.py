@@ -1,5 +1,6 @@
 """A real `asyncllm serve` process, from the printed curl line to its exit code."""
 
+import json
 import os
 import re
 import signal
@@ -7,8 +8,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = {"NO_COLOR": "1"}
@@ -30,9 +33,11 @@ class ServerProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.printed.append(line)
-            if found := re.search(r"http://[^/]+", line):
+            if found := re.search(r"https?://[^/ ]+:\d+", line):
                 return found[0]
-        raise AssertionError(f"the server did not start: {self.stderr()}")
+        told = self.stderr()
+        self.__exit__(None, None, None)
+        raise AssertionError(f"the server did not start: {told}")
 
     @property
     def curl_line(self) -> str:
@@ -50,8 +55,26 @@ class ServerProcess:
         self.process.send_signal(signal_number)
         return self.process.wait(timeout=60)
 
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=30) as reply:
+            return json.load(reply)
+
+    def complete(self, prompt: str, **fields: Any) -> Any:
+        """A short greedy answer, whole."""
+        body = json.dumps({"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True} | fields).encode()
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{self.url}/v1/completions", body, headers)
+        with urllib.request.urlopen(asked, timeout=60) as reply:
+            return json.load(reply)
+
+    def metrics(self) -> dict[str, float]:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
+            text = reply.read().decode()
+        found = re.findall(r"^asyncllm_(\w+(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)
+        return {name: float(value) for name, value in found}
+
     def connect(self) -> socket.socket:
-        host, port = self.url.removeprefix("http://").split(":")
+        host, port = self.url.rpartition("//")[2].split(":")
         return socket.create_connection((host, int(port)), timeout=30)
 
     def __enter__(self) -> "ServerProcess":

@@ -51,7 +51,7 @@ def open_stream(server: ServerProcess, number: int, max_tokens: int = 2000) -> s
     asked = {"prompt": f"{number} The quick brown fox", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     body = json.dumps(asked)
     connection = server.connect()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
     return connection
 

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from asyncllm import __version__
-from asyncllm.errors import EngineDead
+from asyncllm.errors import EngineDead, EngineStuck
 from asyncllm.server import app
 from asyncllm.server.settings import Settings
 from asyncllm.text.chat import ChatTemplate
@@ -118,7 +118,7 @@ async def test_the_engines_death_ends_the_process(tokenizer: Tokenizer) -> None:
         served.runner.on_result = die
         served.runner.let_go()
         assert b'"code":"engine_dead"' in await raw.rest()
-        assert await serving == app.EXIT_ENGINE_DEAD
+        assert await serving == EngineDead.exit_code
         raw.leave()
 
 
@@ -133,7 +133,7 @@ async def test_life_1_a_stuck_step_is_told_and_ends_the_process(tokenizer: Token
         raw = await served.connect()
         await raw.send(CHAT, STREAM)
         assert b"no step has ended for 0.3 s" in await raw.rest()
-        assert await serving == app.EXIT_ENGINE_DEAD
+        assert await serving == EngineStuck.exit_code
         never.set()
         raw.leave()
     assert "Thread 0x" in capfd.readouterr().err and "the stacks are above" in caplog.text

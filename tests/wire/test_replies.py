@@ -114,7 +114,7 @@ def test_the_usage_chunk() -> None:
         (errors.BodyTooLarge("b"), 413, ("b", "invalid_request_error", None, "body_too_large"), None),
         (errors.QueueFull("q"), 503, ("q", "server_error", None, "queue_full"), "1"),
         (errors.Draining("d"), 503, ("d", "server_error", None, "draining"), "5"),
-        (errors.EngineDead("e"), 503, ("e", "server_error", None, "engine_dead"), None),
+        (errors.EngineDead("e"), 503, ("e", "server_error", None, "engine_dead"), "10"),
         (errors.StepFailed("s"), 500, ("s", "server_error", None, "step_failed"), None),
     ],
 )
