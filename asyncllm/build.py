@@ -80,8 +80,8 @@ async def serving(config: Config) -> AsyncIterator[AsyncLLM]:
         engine_config.page_size,
     )
     log.debug("%s", engine_config)
-    if engine_config.device == "cuda" and engine_config.attention == "sdpa":
-        log.warning("no FlashInfer, no CUDA graphs, several times slower: %s", _why_plain(config, folder))
+    if engine_config.why_plain is not None:
+        log.warning("no FlashInfer, no CUDA graphs, several times slower: %s", engine_config.why_plain)
     name = config.served_model_name or (config.model if _is_hub_id(config.model) else folder.resolve().name)
     async with running(
         lambda: _make_runner(folder, engine_config, limits),
@@ -218,7 +218,7 @@ def _decide(config: Config, folder: Path, tokenizer: Tokenizer) -> tuple[EngineC
         model = ModelConfig.from_folder(folder)
         facts = model.facts()
         numbers = {"vocab_size": model.vocab_size, **msgspec.structs.asdict(facts)}
-        del numbers["dtype"], numbers["has_windows"]
+        del numbers["dtype"]
         if wrong := [name for name, number in numbers.items() if not _is_count(number)]:
             raise ValueError(f"{wrong[0]} must be a number above 0, not {numbers[wrong[0]]!r}")
     engine_config = configs.resolve(config, facts, _machine(config.device))
@@ -248,17 +248,6 @@ def _machine(device: str) -> MachineFacts:
         compute_capability=gpu,
         no_flashinfer=f"{', '.join(missing)} is not installed: pip install 'asyncllm[cuda]'" if missing else None,
     )
-
-
-def _why_plain(config: Config, folder: Path) -> str:
-    from .models.config import ModelConfig
-
-    if config.attention == "sdpa":
-        return "attention sdpa was asked for"
-    facts, machine = ModelConfig.from_folder(folder).facts(), _machine(config.device)
-    chosen = configs.resolve(config, facts, machine)
-    problem = configs.flashinfer_problem(facts, machine, chosen.dtype, chosen.page_size)
-    return str(problem or configs.window_problem(facts))
 
 
 def _find_gpu() -> tuple[int, int] | str:

@@ -379,7 +379,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, help="prompt and answer together; by default what the model was made for")
     add("--overlap", action=argparse.BooleanOptionalAction, help="schedule while a step runs; default: on a GPU")
     add("--prefix-cache", action=argparse.BooleanOptionalAction, default=True, help="share prefixes; default: yes")
-    add("--attention", default="auto", choices=ATTENTIONS, help="kernels; default: by the GPU and the model's shape")
+    add("--attention", default="auto", choices=ATTENTIONS, help="kernels; default: fa3 on Hopper, fa2 on other GPUs")
     add("--pace", default="adaptive", choices=PACES, help="when text goes out; default: each step, unless that lags")
     add("--tool-parser", default="auto", choices=TOOL_PARSERS, help="how calls are written; default: see the template")
     add("--reasoning-parser", default="auto", choices=REASONING_PARSERS, help="its tags; default: see the template")

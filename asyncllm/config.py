@@ -10,7 +10,7 @@ import msgspec
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 DEVICES = ("auto", "cpu", "cuda")
-ATTENTIONS = ("auto", "flashinfer", "sdpa")
+ATTENTIONS = ("auto", "fa3", "fa2", "sdpa")
 PacePolicy = Literal["adaptive", "every_step", "gather"]  # when unread text goes out, as pace.py has it
 PACES: tuple[PacePolicy, ...] = get_args(PacePolicy)
 TOOL_PARSERS = ("auto", "none", "hermes", "mistral", "llama3", "json")
@@ -56,7 +56,6 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_position: int
     dtype: str
     num_heads: int = 0  # 0: unknown, as where nothing depends on it
-    has_windows: bool = False  # some layer sees a sliding window only
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +83,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     overlap: bool
     prefix_cache: bool
-    attention: str = "sdpa"
+    attention: str = "sdpa"  # "fa3" or "fa2": FlashInfer's prefill kernel; decode, norms and graphs come with both
+    why_plain: str | None = None  # why attention is sdpa on a GPU
     gpu_memory_utilization: float = 0.9
     cuda_graph_max_batch: int = 0
 
@@ -133,6 +133,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     if max_step_tokens < max_running:
         raise ValueError(f"max_step_tokens {max_step_tokens} must be at least max_running {max_running}")
     num_pages = _num_pages(config, model, machine, dtype, page_size, max_running, max_model_len)
+    attention, why_plain = _attention(config, model, machine, dtype, page_size)
     return EngineConfig(
         device=machine.device,
         dtype=dtype,
@@ -146,7 +147,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         # A CPU computes inside launch(), so a step launched ahead only makes the last one's tokens late.
         overlap=on_gpu if config.overlap is None else config.overlap,
         prefix_cache=config.prefix_cache,
-        attention=_attention(config, model, machine, dtype, page_size),
+        attention=attention,
+        why_plain=why_plain,
         gpu_memory_utilization=_share("gpu_memory_utilization", config.gpu_memory_utilization),
         cuda_graph_max_batch=_graph_rows(config, max_running, on_gpu),
     )
@@ -176,14 +178,16 @@ def sized(config: EngineConfig, model: ModelFacts, free_bytes: int, total_bytes:
     return msgspec.structs.replace(config, num_pages=num_pages)
 
 
-def flashinfer_problem(model: ModelFacts, machine: MachineFacts, dtype: str, page_size: int) -> str | None:
-    """Why this model on this machine cannot run on FlashInfer's kernels; None if it can."""
+def attention_problem(kind: str, model: ModelFacts, machine: MachineFacts, dtype: str, page_size: int) -> str | None:
+    """Why this model on this machine cannot run on FlashInfer's fa3 or fa2 and what comes with them; None if it can."""
     group = model.num_heads // model.num_kv_heads
+    capability = ".".join(map(str, machine.compute_capability))
     if machine.no_flashinfer is not None:
         return machine.no_flashinfer
-    if machine.compute_capability != (9, 0):
-        # XQA runs on 9.0, 10.0 and 12.0, fa3 on 9.0 alone; the pair is measured there only.
-        return f"compute capability {'.'.join(map(str, machine.compute_capability))} is not 9.0 (Hopper)"
+    if kind == "fa3" and machine.compute_capability != (9, 0):
+        return f"fa3 is made for compute capability 9.0 (Hopper), this GPU has {capability}"
+    if machine.compute_capability < (8, 0):
+        return f"compute capability {capability} is below 8.0 (Ampere)"
     if dtype not in ("bfloat16", "float16"):
         return f"dtype {dtype} is not a 16-bit one"
     if model.head_dim not in (64, 128, 256) or not 1 <= group <= 16:
@@ -191,13 +195,6 @@ def flashinfer_problem(model: ModelFacts, machine: MachineFacts, dtype: str, pag
     if page_size not in (16, 32, 64, 128):
         return f"page_size {page_size} is not 16, 32, 64 or 128"
     return None
-
-
-def window_problem(model: ModelFacts) -> str | None:
-    """Why FlashInfer is left alone unless asked for: fa3 with a window must be compiled first (a minute or two, and
-    nvcc), and has not been held against torch's operators on a GPU yet."""
-    return "it has sliding windows; try --attention flashinfer" if model.has_windows else None
-
 
 def kv_page_bytes(model: ModelFacts, dtype: str, page_size: int) -> int:
     """Bytes of one page over all layers, keys and values."""
@@ -239,21 +236,26 @@ def _num_pages(
     return num_pages
 
 
-def _attention(config: Config, model: ModelFacts, machine: MachineFacts, dtype: str, page_size: int) -> str:
-    """By shape: FlashInfer where it has kernels for the model on the machine, else torch's own operators."""
+def _attention(
+    config: Config, model: ModelFacts, machine: MachineFacts, dtype: str, page_size: int
+) -> tuple[str, str | None]:
+    """By shape: FlashInfer where it has kernels for the model on the machine, else torch's own operators; and, on a
+    GPU, why those."""
     wish = _choice("attention", config.attention, ATTENTIONS, default="auto")
     if machine.device == "cpu":
-        if wish == "flashinfer":
-            raise ValueError("attention flashinfer needs a GPU; use sdpa or auto")
-        return "sdpa"
+        if wish not in ("auto", "sdpa"):
+            raise ValueError(f"attention {wish} needs a GPU; use sdpa or auto")
+        return "sdpa", None
     if wish == "sdpa":
-        return wish
-    problem = flashinfer_problem(model, machine, dtype, page_size)
-    if problem is None and wish == "auto":
-        problem = window_problem(model)
-    if problem is not None and wish == "flashinfer":
-        raise ValueError(f"attention flashinfer cannot be used: {problem}; use sdpa or auto")
-    return "flashinfer" if problem is None else "sdpa"
+        return "sdpa", "attention sdpa was asked for"
+    best = "fa3" if machine.compute_capability == (9, 0) else "fa2"
+    kind = best if wish == "auto" else wish
+    problem = attention_problem(kind, model, machine, dtype, page_size)
+    if problem is None:
+        return kind, None
+    if wish != "auto":
+        raise ValueError(f"attention {wish} cannot be used: {problem}; use auto")
+    return "sdpa", problem
 
 
 def _graph_rows(config: Config, max_running: int, on_gpu: bool) -> int:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from asyncllm import config as configs
@@ -24,7 +23,7 @@ def resolve(model: ModelFacts = QWEN, on: MachineFacts | None = None, **wishes: 
 def test_a_gpu_has_its_own_defaults() -> None:
     chosen = resolve()
     assert (chosen.page_size, chosen.max_running, chosen.max_step_tokens, chosen.overlap) == (64, 256, 8192, True)
-    assert chosen.attention == "flashinfer" and chosen.cuda_graph_max_batch == 256
+    assert chosen.attention == "fa3" and chosen.cuda_graph_max_batch == 256
     assert chosen.num_pages == 0, "open until a step has been profiled"
 
 
@@ -32,7 +31,7 @@ def test_a_gpu_has_its_own_defaults() -> None:
     "on,wishes,model,reason",
     [
         (machine(no_flashinfer="flashinfer is not installed"), {}, QWEN, "not installed"),
-        (machine(compute_capability=(8, 0)), {}, QWEN, "8.0 is not 9.0"),
+        (machine(compute_capability=(7, 5)), {}, QWEN, "7.5 is below 8.0"),
         (machine(), {"dtype": "float32"}, QWEN, "float32"),
         (machine(), {"page_size": 8}, QWEN, "page_size 8"),
         (machine(), {}, ModelFacts(num_layers=2, num_kv_heads=2, head_dim=80, max_position=99, dtype="bfloat16",
@@ -40,16 +39,25 @@ def test_a_gpu_has_its_own_defaults() -> None:
     ],
 )  # fmt: skip
 def test_what_flashinfer_cannot_do_torch_does(on: Any, wishes: Any, model: ModelFacts, reason: str) -> None:
-    assert resolve(model, on, **wishes).attention == "sdpa"
+    chosen = resolve(model, on, **wishes)
+    assert chosen.attention == "sdpa" and chosen.why_plain is not None and reason in chosen.why_plain
     with pytest.raises(ValueError, match=reason):
-        resolve(model, on, attention="flashinfer", **wishes)
+        resolve(model, on, attention="fa2", **wishes)
+
+
+def test_other_gpus_than_hopper_take_fa2() -> None:
+    ampere = machine(compute_capability=(8, 0))
+    assert resolve(on=ampere).attention == "fa2" and resolve(attention="fa2").attention == "fa2"
+    with pytest.raises(ValueError, match="9.0"):
+        resolve(on=ampere, attention="fa3")
+    assert resolve(attention="sdpa").why_plain == "attention sdpa was asked for"
 
 
 def test_a_cpu_has_neither_kernels_nor_graphs() -> None:
     cpu = MachineFacts(device="cpu", num_cores=2, free_bytes=8 * GIB)
     assert resolve(on=cpu).attention == "sdpa" and resolve(on=cpu, cuda_graph_max_batch=9).cuda_graph_max_batch == 0
     with pytest.raises(ValueError, match="needs a GPU"):
-        resolve(on=cpu, attention="flashinfer")
+        resolve(on=cpu, attention="fa3")
 
 
 def test_the_pool_takes_what_is_left() -> None:
@@ -63,12 +71,6 @@ def test_the_pool_takes_what_is_left() -> None:
         configs.sized(resolve(), QWEN, free_bytes=2 * GIB, total_bytes=140 * GIB)
     with pytest.raises(ValueError, match="lower num_pages"):
         configs.sized(resolve(num_pages=10_000), QWEN, free_bytes=2 * GIB, total_bytes=140 * GIB)
-
-
-def test_windows_are_flashinfers_only_if_asked_for() -> None:
-    windowed = msgspec.structs.replace(QWEN, has_windows=True)
-    assert resolve(windowed).attention == "sdpa"
-    assert resolve(windowed, attention="flashinfer").attention == "flashinfer"
 
 
 @pytest.mark.parametrize("wish", [{"gpu_memory_utilization": 0.0}, {"gpu_memory_utilization": 1.1},

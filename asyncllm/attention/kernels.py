@@ -16,10 +16,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @functools.cache
-def _pdl() -> dict[str, bool]:
+def pdl() -> dict[str, bool]:
     """As models.kernels.pdl; floors share no kernels."""
     on = not triton.knobs.runtime.interpret and torch.cuda.get_device_capability() >= (9, 0)
     return {"PDL": on, "launch_pdl": on} if on else {"PDL": False}
+
+
+@triton.jit
+def enter(PDL: tl.constexpr):
+    """As models.kernels.enter."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -31,9 +39,7 @@ def _rotate_and_store(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and one KV head: its query heads and key are normed and rotated, key and value stored."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     slot = tl.load(slots + token)
@@ -97,7 +103,7 @@ def rotate_and_store(
         page_table.stride(0), pages.stride(0), pages.stride(1), pages.stride(2),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         GROUP=group, ROWS=triton.next_power_of_2(group + 1), HALF=triton.next_power_of_2(head_dim // 2),
-        HAS_NORM=norm_weight is not None, **_pdl(), num_warps=1 if group < 8 else 4,
+        HAS_NORM=norm_weight is not None, **pdl(), num_warps=1 if group < 8 else 4,
     )  # fmt: skip
 
 

@@ -92,7 +92,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_position=self.max_position,
             dtype=self.dtype,
             num_heads=self.num_heads,
-            has_windows=any(window is not None for window in self.windows),
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .kernels import add_norm, add_norm_rows, silu_mul
 from .layers import Decoder, PlainLinear, RMSNorm
+from .matvec import Norm, matvec
 
 # (layer, qkv [num_tokens, (heads + 2 kv_heads) * head_dim], norm of q and k) -> [num_tokens, heads * head_dim]
 Attend = Callable[[int, Tensor, RMSNorm | None], Tensor]
@@ -61,6 +62,12 @@ class FusedDecoder:
 
     def forward(self, buffers: Buffers, attend: Attend) -> None:
         """From `normed` and `residual` of the embeddings to `residual` and the `x` still to be added to it."""
+        if len(buffers.x) == 1:
+            self._forward_one(buffers, attend)
+        else:
+            self._forward_many(buffers, attend)
+
+    def _forward_many(self, buffers: Buffers, attend: Attend) -> None:
         blocks = self.decoder.blocks
         residual, normed, x, qkv, gate_up, activated = buffers
         for layer, block in enumerate(blocks):
@@ -75,12 +82,40 @@ class FusedDecoder:
                 norm = blocks[layer + 1].attention_norm
                 add_norm(x, residual, norm.weight, normed, norm.eps)
 
+    def _forward_one(self, buffers: Buffers, attend: Attend) -> None:
+        """One token, in 4 kernels a layer besides attention's: norms and activation are part of the products.
+
+        A norm writes the new residual where its neighbours still read the old one, so two places take turns.
+        """
+        residual, spare, x, qkv, _, activated = buffers
+        for layer, block in enumerate(self.decoder.blocks):
+            feed_norm = block.feed_forward_norm
+            if layer == 0:  # gather has normed the embedding
+                one_token(block.attention.qkv, spare, qkv)
+                one_token(block.attention.output, attend(layer, qkv, block.attention.qk_norm), x)
+                add_norm(x, residual, feed_norm.weight, spare, feed_norm.eps)
+                one_token(block.feed_forward.gate_up, spare, activated, glu=True)
+            else:
+                norm = block.attention_norm
+                one_token(block.attention.qkv, x, qkv, norm=Norm(residual, spare, norm.weight, norm.eps))
+                one_token(block.attention.output, attend(layer, qkv, block.attention.qk_norm), x)
+                feed = Norm(spare, residual, feed_norm.weight, feed_norm.eps)
+                one_token(block.feed_forward.gate_up, x, activated, glu=True, norm=feed)
+            one_token(block.feed_forward.down, activated, x)
+
     def logits(self, buffers: Buffers, rows: Tensor, normed: Tensor, out: Tensor) -> None:
         """Of the tokens `rows` ([num_rows] int32, device) alone. normed: [num_rows, hidden_size] scratch;
         out: [num_rows, vocab_size]."""
         norm = self.decoder.norm
         add_norm_rows(buffers.x, buffers.residual, rows, norm.weight, normed, norm.eps)
         linear(self.decoder.head, normed, out)
+
+
+def one_token(
+    layer: Callable[[Tensor], Tensor], x: Tensor, out: Tensor, *, glu: bool = False, norm: Norm | None = None
+) -> None:
+    assert isinstance(layer, PlainLinear)
+    matvec(x, layer.weight, layer.bias, out, glu=glu, norm=norm)
 
 
 def linear(layer: Callable[[Tensor], Tensor], x: Tensor, out: Tensor) -> None:

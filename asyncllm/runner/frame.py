@@ -43,6 +43,7 @@ class Shape(NamedTuple):
     num_tokens: int
     num_decodes: int
     has_prefill: bool
+    split: bool  # decode rows by the split-KV kernel
 
 
 class Packed(NamedTuple):

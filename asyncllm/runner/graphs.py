@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from ..attention.flashinfer import FlashInferAttention
+from ..attention.flashinfer import PagedAttention
 from ..attention.kernels import cos_sin_table
 from ..config import EngineConfig
 from ..device.cuda import RING, CudaDevice, Driver, fatal
@@ -50,6 +50,10 @@ def row_buckets(most: int) -> list[int]:
     """Sizes of decode steps. A padding row reads one token of the dummy page, so wide gaps cost little."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, most + 1, 32)]
     return [*(size for size in sizes if size < most), most]
+
+
+# Of steps with one long row among short ones: few, for they are rare and a graph takes 50 ms at start.
+SPLIT_BUCKETS = (8, 32, 128)
 
 
 def token_buckets(most: int) -> list[int]:
@@ -131,9 +135,10 @@ class GraphRunner:
         self._cos_sin = cos_sin_table(rotation.cos, rotation.sin)
         self._page_shape = (2, num_kv_heads, config.page_size, head_dim)
         self._num_layers, self._dtype = model_config.num_layers, dtype
-        self._attention = FlashInferAttention(
-            self._make_pages(2), windows, num_heads, frame.page_table, frame.max_tokens, frame.max_rows
-        )
+        self._attention = PagedAttention(
+            config.attention, self._make_pages(2), windows, num_heads, frame.page_table, frame.max_tokens,
+            frame.max_rows,
+        )  # fmt: skip
         self._host_ring = torch.zeros(RING, frame.entry_len, dtype=torch.int32, pin_memory=True)
         self._entries = self._host_ring.numpy()
         self._host_outputs = torch.zeros(RING, frame.max_rows, dtype=torch.int32, pin_memory=True)
@@ -148,6 +153,7 @@ class GraphRunner:
         self._count = 0  # forwards launched; the device's counter says the same
         self._must_resync = True  # the device counts the runs before capture too
         self._row_buckets, self._token_buckets = row_buckets(frame.max_rows), token_buckets(frame.max_tokens)
+        self._split_buckets = [size for size in SPLIT_BUCKETS if size < frame.max_rows] + [frame.max_rows]
         self._padded_rows = [bucket(size, self._row_buckets) for size in range(frame.max_rows + 1)]
         self._max_graph_rows = config.cuda_graph_max_batch
         self._forwards: dict[Shape, Run] = {}
@@ -172,7 +178,7 @@ class GraphRunner:
         frame = self._frame
         self._plan_nothing()
         decodes = min(frame.max_rows, frame.max_tokens)
-        self._forward(Shape(frame.max_tokens, decodes, True))
+        self._forward(Shape(frame.max_tokens, decodes, True, True))
         for kind in KINDS:
             self._tail(frame.max_rows, kind._replace(ban=True))
         self._device.synchronize()
@@ -203,15 +209,18 @@ class GraphRunner:
 
     def _shapes(self) -> Iterator[Shape]:
         rows = [size for size in self._row_buckets if size <= self._max_graph_rows]
-        for num_tokens in reversed(self._token_buckets):
+        for num_tokens in reversed(self._token_buckets if self._attention.captures_prefill else []):
             for decodes in self._mixed_decodes():
                 if decodes <= num_tokens:
-                    yield Shape(num_tokens, decodes, True)
+                    yield Shape(num_tokens, decodes, True, True)
         for size in reversed(rows):
-            yield Shape(max(size, MIN_ROWS), size, False)
+            yield self._decode_shape(size, not self._attention.has_xqa)
+        if self._attention.has_xqa:
+            for size in reversed([size for size in self._split_buckets if size <= self._max_graph_rows]):
+                yield self._decode_shape(size, True)
 
     def _mixed_decodes(self) -> list[int]:
-        """Decode rows a mixed step is padded to: none, few or all. An XQA launch over 256 padding rows takes 10 us."""
+        """Decode rows a mixed step is padded to: none, few or all. 256 padding rows take a decode kernel 10 us."""
         return [0, *(size for size in (32,) if size < self._frame.max_rows), self._frame.max_rows]
 
     def _tail_keys(self) -> Iterator[tuple[int, Kind]]:
@@ -279,11 +288,15 @@ class GraphRunner:
 
     def _shape_of(self, batch: Batch, num_decodes: int) -> Shape:
         if num_decodes == batch.num_rows:
-            size = self._padded_rows[num_decodes]
-            return Shape(max(size, MIN_ROWS), size, False)
+            if self._attention.wants_split(batch.starts):
+                return self._decode_shape(bucket(num_decodes, self._split_buckets), True)
+            return self._decode_shape(self._padded_rows[num_decodes], not self._attention.has_xqa)
         num_tokens = bucket(batch.num_tokens, self._token_buckets)
         decodes = next(size for size in self._mixed_decodes() if size >= num_decodes)
-        return Shape(num_tokens, min(decodes, num_tokens), True)
+        return Shape(num_tokens, min(decodes, num_tokens), True, True)
+
+    def _decode_shape(self, num_rows: int, split: bool) -> Shape:
+        return Shape(num_rows if num_rows == 1 else max(num_rows, MIN_ROWS), num_rows, False, split)
 
     def _pack(self, batch: Batch, entry: int, shape: Shape, num_decodes: int, num_rows: int) -> Packed:
         try:
@@ -352,7 +365,7 @@ class GraphRunner:
     def _forward(self, shape: Shape) -> None:
         """Kernels alone, on fixed places: unpack, gather, every layer."""
         frame, model = self._frame, self._model
-        num_tokens, num_decodes, has_prefill = shape
+        num_tokens, num_decodes, has_prefill, split = shape
         slots, positions = frame.slots[:num_tokens], frame.positions[:num_tokens]
         tables, seq_lens = frame.tables[:num_decodes], frame.seq_lens[:num_decodes]
         buffers = Buffers(*(buffer[:num_tokens] for buffer in self._buffers))
@@ -368,7 +381,7 @@ class GraphRunner:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             self._attention.store(layer, qkv, q, weight, eps, self._cos_sin, slots, positions)
             if num_decodes:
-                self._attention.decode(layer, q[:num_decodes], attended[:num_decodes], tables, seq_lens)
+                self._attention.decode(layer, q[:num_decodes], attended[:num_decodes], tables, seq_lens, split=split)
             if has_prefill:  # after decode, whose padding rows are prompt tokens here
                 self._attention.prefill(layer, q, attended)
             return attended.view(num_tokens, -1)

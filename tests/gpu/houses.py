@@ -32,7 +32,7 @@ def needs(folder: Path) -> Path:
 def gpu_config(**changes: Any) -> EngineConfig:
     values: dict[str, Any] = {
         "device": "cuda", "dtype": "bfloat16", "page_size": 64, "num_pages": 257, "max_running": 16,
-        "max_step_tokens": 512, "max_model_len": 1024, "attention": "flashinfer", "cuda_graph_max_batch": 16,
+        "max_step_tokens": 512, "max_model_len": 1024, "attention": "fa3", "cuda_graph_max_batch": 16,
     }  # fmt: skip
     return engine_config(**(values | changes))
 

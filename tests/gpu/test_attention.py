@@ -1,11 +1,14 @@
-"""XQA and fa3 equal plain attention over random page tables, at page edges, beside poisoned memory."""
+"""Every kernel equals plain attention over random page tables, at page edges, beside poisoned memory."""
+
+import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncllm.attention.flashinfer import FlashInferAttention
+from asyncllm.attention.flashinfer import PagedAttention
 
 DEVICE = torch.device("cuda")
 PAGE = 64
@@ -39,11 +42,12 @@ class Pool:
         return pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].float()
 
 
-def expected(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+def expected(q: torch.Tensor, kv: torch.Tensor, window: int | None = None) -> torch.Tensor:
     """q: [n, heads, head_dim], the last n positions of kv's row."""
     n, length = q.shape[0], kv.shape[2]
     position = torch.arange(length, device=DEVICE)
-    mask = position <= position[length - n :, None]
+    query = position[length - n :, None]
+    mask = (position <= query) & (position > query - (window or length + 1))
     queries = q.transpose(0, 1)[None].float()
     out = F.scaled_dot_product_attention(queries, kv[:1], kv[1:], attn_mask=mask, enable_gqa=True)
     return out[0].transpose(0, 1)
@@ -54,20 +58,96 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert error < 8e-3, f"relative error {error:.2e}"  # NaN fails too
 
 
+def attention_over(pool: Pool, heads: int, kind: str = "fa3", window: int | None = None) -> PagedAttention:
+    return PagedAttention(kind, [pool.kv], [window], heads, pool.page_table, 4096, 64)
+
+
+def check_decode(pool: Pool, heads: int, *, split: bool, window: int | None = None) -> None:
+    attention = attention_over(pool, heads, window=window)
+    batch, head_dim = len(pool.lengths), pool.kv.shape[-1]
+    q = torch.randn(batch, heads, head_dim, device=DEVICE).to(torch.bfloat16)
+    seq_lens = torch.tensor(pool.lengths, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):  # the second finds what the first left in the scratch
+        out = torch.full_like(q, float("nan"))
+        attention.decode(0, q, out, pool.page_table[1:].contiguous(), seq_lens, split=split)
+    for i in range(batch):
+        close(out[i : i + 1], expected(q[i : i + 1], pool.row(i + 1), window))
+
+
+EDGES = [1, 63, 64, 65, 127, 128, 129, 8191, 8192]
+
+
 @pytest.mark.parametrize("heads,kv_heads,head_dim", SHAPES)
 @pytest.mark.parametrize("batch", [1, 2, 9, 33])
-def test_xqa(heads: int, kv_heads: int, head_dim: int, batch: int) -> None:
+@pytest.mark.parametrize("split", [False, True], ids=["xqa", "split"])
+def test_decode(heads: int, kv_heads: int, head_dim: int, batch: int, split: bool) -> None:
     rng = np.random.default_rng(batch)
-    edges = [1, 63, 64, 65, 127, 128, 129, 8191, 8192]
-    lengths = (edges + rng.integers(1, 8193, 40).tolist())[:batch] if batch > 1 else [8192]
-    pool = Pool(lengths, kv_heads, head_dim, seed=batch)
-    attention = FlashInferAttention([pool.kv], [None], heads, pool.page_table, 512, 64)
-    q = torch.randn(batch, heads, head_dim, device=DEVICE).to(torch.bfloat16)
-    out = torch.full_like(q, float("nan"))
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    attention.decode(0, q, out, pool.page_table[1:].contiguous(), seq_lens)
-    for i in range(batch):
-        close(out[i : i + 1], expected(q[i : i + 1], pool.row(i + 1)))
+    lengths = (EDGES + rng.integers(1, 8193, 40).tolist())[:batch] if batch > 1 else [8192]
+    check_decode(Pool(lengths, kv_heads, head_dim, seed=batch), heads, split=split)
+
+
+@pytest.mark.parametrize("heads,kv_heads,head_dim", [*SHAPES, (8, 8, 128), (12, 2, 128), (14, 2, 64), (16, 1, 256)])
+@pytest.mark.parametrize("window", [1, 31, 64, 100, 4096])
+def test_decode_with_a_window(heads: int, kv_heads: int, head_dim: int, window: int) -> None:
+    check_decode(Pool([*EDGES, 32, 4000], kv_heads, head_dim, seed=window), heads, split=False, window=window)
+
+
+@pytest.mark.parametrize("batch", [2, 16, 64])
+def test_one_long_row_among_short_ones(batch: int) -> None:
+    lengths = [100_000, *np.random.default_rng(batch).integers(1, 600, batch - 1).tolist()]
+    pool = Pool(lengths, 8, 128, seed=batch)
+    wants = attention_over(pool, 16).wants_split(np.array(lengths, np.int32) - 1)
+    assert wants == (batch > 2), "of two rows XQA makes 8 chunks each"
+    check_decode(pool, 16, split=wants)
+
+
+def test_like_rows_are_not_split() -> None:
+    attention = attention_over(Pool([1], 8, 128, seed=0), 16)
+    for lengths in ([8000], [8000] * 16, [200, 2047] * 128, [3000, 1000] * 32):
+        assert not attention.wants_split(np.array(lengths, np.int32))
+
+
+@pytest.mark.parametrize("heads,kv_heads,head_dim,window", [*((*shape, None) for shape in SHAPES), (16, 8, 128, 100)])
+@pytest.mark.parametrize("seed", range(3))
+def test_fa2(heads: int, kv_heads: int, head_dim: int, window: int | None, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = [1, 64, 65, 200, 2048, 8192, *rng.integers(1, 4000, 4).tolist()]
+    pool = Pool(lengths, kv_heads, head_dim, seed)
+    attention = attention_over(pool, heads, "fa2", window)
+    q = torch.randn(4096, heads, head_dim, device=DEVICE).to(torch.bfloat16)
+    out = torch.empty_like(q)
+    for trial in range(3):
+        out.fill_(7)
+        check_prefill(attention, pool, q, out, rng, trial, lambda: attention.prefill(0, q, out), window)
+
+
+@pytest.mark.skipif("ASYNCLLM_COMPILE" not in os.environ, reason="compiles fa3 with a window: ASYNCLLM_COMPILE=1")
+def test_fa3_with_a_window() -> None:
+    rng = np.random.default_rng(0)
+    pool = Pool([1, 64, 65, 200, 2048, 8192, 3000], 8, 128, 0)
+    attention = attention_over(pool, 16, "fa3", 100)
+    q = torch.randn(4096, 16, 128, device=DEVICE).to(torch.bfloat16)
+    out = torch.full_like(q, 7)
+    check_prefill(attention, pool, q, out, rng, 0, lambda: attention.prefill(0, q, out), 100)
+
+
+def check_prefill(
+    attention: PagedAttention, pool: Pool, q: torch.Tensor, out: torch.Tensor, rng: np.random.Generator, trial: int,
+    run: Callable[[], None], window: int | None = None,
+) -> None:  # fmt: skip
+    """Chunks that end some rows, behind decode tokens; tokens of nobody are left as they are."""
+    lengths = pool.lengths
+    slots = rng.permutation(np.arange(1, len(lengths) + 1))[: 3 + trial]
+    counts = np.array([int(rng.integers(1, min(lengths[s - 1], 700) + 1)) for s in slots])
+    starts = np.array([lengths[s - 1] for s in slots]) - counts
+    attention.plan_prefill(first := 5 * trial, slots, starts, counts)
+    run()
+    torch.cuda.current_stream().synchronize()
+    at = first
+    for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+        close(out[at : at + count], expected(q[at : at + count], pool.row(slot), window))
+        at += count
+    assert (out[:first] == 7).all() and (out[at:] == 7).all()
 
 
 @pytest.mark.parametrize("heads,kv_heads,head_dim", SHAPES)
@@ -75,11 +155,9 @@ def test_xqa(heads: int, kv_heads: int, head_dim: int, batch: int) -> None:
 def test_fa3_through_one_captured_launch(heads: int, kv_heads: int, head_dim: int, seed: int) -> None:
     """Three work lists for one graph, rows behind decode tokens; other tokens are left as they are."""
     rng = np.random.default_rng(seed)
-    lengths = [1, 64, 65, 200, 2048, 8192, *rng.integers(1, 4000, 4).tolist()]
-    pool = Pool(lengths, kv_heads, head_dim, seed)
-    max_tokens = 4096
-    attention = FlashInferAttention([pool.kv], [None], heads, pool.page_table, max_tokens, 16)
-    q = torch.randn(max_tokens, heads, head_dim, device=DEVICE).to(torch.bfloat16)
+    pool = Pool([1, 64, 65, 200, 2048, 8192, *rng.integers(1, 4000, 4).tolist()], kv_heads, head_dim, seed)
+    attention = attention_over(pool, heads)
+    q = torch.randn(4096, heads, head_dim, device=DEVICE).to(torch.bfloat16)
     out = torch.empty_like(q)
     nothing = np.zeros(0, np.int64)
     stream = torch.cuda.Stream()
@@ -90,15 +168,5 @@ def test_fa3_through_one_captured_launch(heads: int, kv_heads: int, head_dim: in
         with torch.cuda.graph(graph, stream=stream):
             attention.prefill(0, q, out)
         for trial in range(3):
-            slots = rng.permutation(np.arange(1, len(lengths) + 1))[: 3 + trial]
-            counts = np.array([int(rng.integers(1, min(lengths[s - 1], 700) + 1)) for s in slots])
-            starts = np.array([lengths[s - 1] for s in slots]) - counts
             out.fill_(7)
-            attention.plan_prefill(first := 5 * trial, slots, starts, counts)
-            graph.replay()
-            stream.synchronize()
-            at = first
-            for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
-                close(out[at : at + count], expected(q[at : at + count], pool.row(slot)))
-                at += count
-            assert (out[:first] == 7).all() and (out[at:] == 7).all()
+            check_prefill(attention, pool, q, out, rng, trial, graph.replay)

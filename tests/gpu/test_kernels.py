@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from asyncllm.attention.kernels import cos_sin_table, rotate_and_store
 from asyncllm.models.kernels import add_norm, add_norm_rows, silu_mul
+from asyncllm.models.matvec import Norm, matvec
 from asyncllm.runner import kernels as k
 from asyncllm.runner.cutoff import NUM_KEYS, find_cuts
 from asyncllm.runner.frame import _params
@@ -45,6 +46,23 @@ def test_silu_mul(size: int) -> None:
     x, out = random(19, 2 * size), torch.empty(19, size, dtype=torch.bfloat16, device=DEVICE)
     silu_mul(x, out)
     close(out, F.silu(x[:, :size].float()) * x[:, size:].float())
+
+
+@pytest.mark.parametrize("size,num_out", [(64, 256), (896, 1152), (1024, 4096), (3072, 1024), (12288, 4096)])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("glu,bias", [(False, False), (False, True), (True, False)])
+def test_matvec(size: int, num_out: int, norm: bool, glu: bool, bias: bool) -> None:
+    x, residual, norm_weight = random(1, size, seed=1), random(1, size, seed=2), random(size, seed=3)
+    weight = random(num_out * (2 if glu else 1), size, scale=size**-0.5, seed=4)
+    offset = random(num_out, seed=5) if bias else None
+    kept, out = torch.empty_like(x), torch.empty(1, num_out, dtype=torch.bfloat16, device=DEVICE)
+    matvec(x, weight, offset, out, glu=glu, norm=Norm(residual, kept, norm_weight, 1e-6) if norm else None)
+    if norm:
+        x = (x.float() + residual.float()).to(torch.bfloat16)
+        assert torch.equal(kept, x)
+        x = F.rms_norm(x.float(), (size,), norm_weight.float(), 1e-6)
+    expected = F.linear(x.float(), weight.float(), None if offset is None else offset.float())
+    close(out, F.silu(expected[:, :num_out]) * expected[:, num_out:] if glu else expected)
 
 
 @pytest.mark.parametrize("heads,kv_heads,head_dim", [(16, 8, 128), (32, 8, 128), (4, 2, 64), (8, 8, 64), (14, 2, 64)])

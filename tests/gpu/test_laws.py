@@ -65,6 +65,18 @@ def test_greedy_ids_equal_transformers_where_the_gap_is_clear(name: str, monkeyp
     assert num_clear > 10
 
 
+@pytest.mark.parametrize("name", TINIES)
+def test_what_other_gpus_run_is_as_near(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fa2, launched kernel by kernel, and the split-KV decode kernel."""
+    folder, forced = needs(TINY / name), text(130)
+    exact = plain_logits(plain_runner(folder, dtype="float32"), forced, 3, monkeypatch).log_softmax(-1)
+    sdpa = plain_logits(plain_runner(folder), forced, 3, monkeypatch).log_softmax(-1)
+    runner, driver, _ = graph_runner(folder, attention="fa2")
+    ours = graph_logits(runner, driver, forced, 3).log_softmax(-1)
+    noise, error = (sdpa - exact).abs().max(), (ours - exact).abs().max()
+    assert error <= 2 * noise + 0.02, f"{error:.4f} against sdpa's {noise:.4f}"
+
+
 @pytest.mark.skipif("ASYNCLLM_COMPILE" not in os.environ, reason="compiles fa3 with a window: ASYNCLLM_COMPILE=1")
 def test_sliding_windows_are_as_near_to_float32_as_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     folder, forced = needs(TINY / "tiny-mistral"), text(130)  # a window of 32
