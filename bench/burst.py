@@ -115,7 +115,7 @@ class House(NamedTuple):
     runner: Any
     engine: Any
     clock: Clock
-    config: configs.EngineConfig
+    overlap: bool
     ready_s: float
 
 
@@ -123,30 +123,20 @@ class House(NamedTuple):
 async def open_house(model: str, **options: Any) -> AsyncIterator[House]:
     """build.serving() with the runner in reach."""
     began_s = time.monotonic()
-    folder = Path(model)
-    config = configs.make(model=model, **options)
-    tokenizer, template = build._load_words(folder)
-    engine_config, limits = build._decide(config, folder, tokenizer)
-    made: list[Any] = []
     engines: list[Engine] = []
-
-    def make_runner() -> Any:
-        made.append(build._make_runner(folder, engine_config, limits))
-        return made[0]
 
     def make_engine(*args: Any, **kwargs: Any) -> Engine:
         engines.append(Engine(*args, **kwargs))
-        return engines[0]
+        return engines[-1]
 
     build.Engine = make_engine  # type: ignore[assignment,misc]
-    async with build.running(
-        make_runner, engine_config, limits, tokenizer=tokenizer, chat_template=template, model_name=folder.name
-    ) as llm:
-        runner = made[0].runner if isinstance(made[0], build.SizedRunner) else made[0]
+    async with build.serving(configs.make(model=model, **options)) as llm:
+        engine: Any = engines[0]
         clock = Clock()
-        if hasattr(runner, "on_step"):
-            clock.attach(runner)
-        yield House(llm, runner, engines[0], clock, engine_config, time.monotonic() - began_s)
+        if hasattr(engine.runner, "on_step"):
+            clock.attach(engine.runner)
+        overlap = engine._step == engine.overlap_step
+        yield House(llm, engine.runner, engine, clock, overlap, time.monotonic() - began_s)
 
 
 async def generate(llm: AsyncLLM, requests: list[Request]) -> tuple[float, int, list[float]]:
@@ -220,7 +210,7 @@ def machine() -> dict[str, str]:
 async def run(args: argparse.Namespace) -> None:
     options = {name: json.loads(value) for name, _, value in (pair.partition("=") for pair in args.option)}
     async with open_house(args.model, overlap=args.overlap, **options) as house:
-        base = machine() | {"model": Path(args.model).name, "overlap": house.config.overlap}
+        base = machine() | {"model": Path(args.model).name, "overlap": house.overlap}
         base |= {"ready_s": round(house.ready_s, 1)}
         for work in args.work:
             for burn in (False, True) if args.burn else (False,):

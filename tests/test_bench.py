@@ -1,12 +1,15 @@
-"""bench/served.py: its commands, and what it makes of the lines they print."""
+"""bench/served.py: its commands and what it makes of their lines; bench/burst.py: that it runs, here on a CPU."""
 
 import json
+import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import served
+from bench import burst, served
+from tests.tiny import make_checkpoint
 
 OFFLINE = {
     "tok_s": 1000.0, "ms_per_token": 2.0, "ttft_ms": 9.0, "num_steps": 5, "occupancy": 0.9, "gpu": "g", "torch": "t",
@@ -53,3 +56,15 @@ def test_the_commands_are_ones_that_asyncllm_bench_takes() -> None:
             args = _parser().parse_args(command[3:])
             loads = args.concurrency or args.rate
             assert (args.transport, len(loads)) == (transport, 4)
+
+
+async def test_an_engine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a GPU run finds after minutes that the house's insides have moved."""
+    folder = make_checkpoint(tmp_path, "llama", "float32")
+    monkeypatch.setattr(burst.build, "Engine", burst.Engine)  # open_house stands in for it: back with it afterwards
+    request = burst.request(random.Random(0), 20, 4)
+    few = [request._replace(prompt_ids=[token_id % 200 for token_id in request.prompt_ids])] * 3
+    monkeypatch.setitem(burst.WORKS, "few", lambda run: few)
+    async with burst.open_house(str(folder), device="cpu") as house:
+        figures = await burst.measure(house, "few", runs=1)
+    assert figures["tok_s"] > 0 and house.ready_s > 0

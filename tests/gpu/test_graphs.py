@@ -119,7 +119,7 @@ def test_ten_thousand_padded_replays_do_not_drift(pair: Pair) -> None:
             tokens = launched.pop(0).result().token_ids.tolist()
             assert tokens == first.setdefault(len(tokens), tokens), f"step {i}"
     driver._step += 10_000
-    assert not any(layer[0][0].any() for layer in runner._attention._pages)
+    assert not any(layer.pages[0].any() for layer in runner._attention._layers)
     assert torch.equal(table, runner._frame.page_table) and not table[0].any()
 
 
@@ -127,7 +127,7 @@ def test_poisoned_pages_and_a_used_slot_leave_no_trace(pair: Pair) -> None:
     runner, driver = pair[0]
     admit_all(driver, [70, 30], SAMPLING[1:3])
     expected = [driver.step((1, 1, True), (2, 1, True)) for _ in range(20)]
-    for pages, _, _ in runner._attention._pages:
+    for pages in (layer.pages for layer in runner._attention._layers):
         pages[1:] = math.nan
     runner._frame.token_pool.fill_(10**8)
     runner._frame.tables.fill_(10**8)
@@ -141,12 +141,12 @@ def test_a_row_of_nan_ends_alone(pair: Pair) -> None:
     admit_all(driver, [30, 30, 30], SAMPLING)
     alone = [driver.step((1, 1, True), (3, 1, True)) for _ in range(6)]
     admit_all(driver, [30, 30, 30], SAMPLING)
-    for pages, _, _ in runner._attention._pages:
+    for pages in (layer.pages for layer in runner._attention._layers):
         pages[driver.pages_of(2)[0]] = math.nan
     steps = [driver.step((1, 1, True), (2, 1, True), (3, 1, True)) for _ in range(6)]
     assert [step[1] for step in steps] == [NO_TOKEN] * 6
     assert [[step[0], step[2]] for step in steps] == alone
-    for pages, _, _ in runner._attention._pages:
+    for pages in (layer.pages for layer in runner._attention._layers):
         pages[driver.pages_of(2)[0]] = 0
 
 
