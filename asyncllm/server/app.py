@@ -47,6 +47,7 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
             web.post("/v1/chat/completions", completions.chat),
             web.post("/v1/completions", completions.completions),
             web.post("/v1/responses", responses.create),
+            web.post("/v1/responses/input_tokens", responses.input_tokens),
             web.get("/v1/responses", websocket.upgrade, allow_head=False),
             web.get("/v1/responses/{id}", responses.retrieve),
             web.delete("/v1/responses/{id}", responses.delete),

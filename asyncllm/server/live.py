@@ -281,10 +281,9 @@ class Responses:
             InvalidRequest: naming the field. QueueFull, Draining, EngineDead: not now.
         """
         messages = self._past(body.previous_response_id) + input_messages(body)
-        system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         stream = asked = None
         if body.generate is not False:
-            asked = await self._ask(body, system, messages)
+            asked = await self._ask(body, messages)
             progress = body.progress is True
             stream = self._llm.submit(asked.prompt_ids, asked.params, shown=asked.shown, wants_progress=progress)
         head = Head(
@@ -310,7 +309,17 @@ class Responses:
             self._note_over(live)
         return live
 
-    async def _ask(self, body: ResponseRequest, system: Messages, messages: Messages) -> Asked:
+    async def count(self, body: ResponseRequest) -> int:
+        """The tokens of the prompt that start() would make.
+
+        Raises:
+            InvalidRequest: as start().
+        """
+        messages = self._past(body.previous_response_id) + input_messages(body)
+        return len((await self._ask(body, messages)).prompt_ids)
+
+    async def _ask(self, body: ResponseRequest, messages: Messages) -> Asked:
+        system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         with naming(NAMES):
             chat = as_chat(body)
             if body.truncation == "auto":

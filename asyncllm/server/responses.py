@@ -41,6 +41,15 @@ async def answer(request: web.Request, live: LiveResponse, *, stream: bool) -> w
     return json_response(live.whole())
 
 
+async def input_tokens(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses/input_tokens: how long the prompt of such a response would be."""
+    llm = request.app[LLM]
+    body = decode_response(await read_body(request))
+    check_model(llm, body.model)
+    num_tokens = await request.app[RESPONSES].count(body)
+    return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """GET /v1/responses/{id}; with ?stream=true its events, behind ?starting_after=."""
     live = _live(request)

@@ -14,7 +14,9 @@ from ..errors import ContextTooLong, InvalidRequest
 from ..llm import INLINE_CHARS, AsyncLLM
 from ..text.tokenizer import token_text
 from ..wire.messages import template_messages
-from ..wire.tokens import TokenizeRequest, decode_detokenize, decode_embedding, decode_tokenize
+from ..wire.tokens import TokenizeRequest, as_chat, decode_detokenize, decode_embedding, decode_tokenize
+from ..wire.tools import tool_use
+from .asking import prompt_of
 from .completions import check_model
 from .gate import LLM, json_response, read_body
 
@@ -36,7 +38,9 @@ async def tokenize(request: web.Request) -> web.Response:
     body = decode_tokenize(await read_body(request))
     check_model(llm, body.model)
     if body.messages is not None:
-        token_ids = await llm.encode_chat(template_messages(body.messages))
+        chat = as_chat(body)
+        use = tool_use(chat.tools, chat.tool_choice, None)
+        token_ids = await prompt_of(llm, chat, template_messages(body.messages), use)
     else:
         token_ids = await _off_loop(request, len(body.prompt or ""), partial(_prompt_ids, llm, body))
     names = llm.tokenizer.spellings(token_ids) if body.return_token_strs else None

@@ -145,4 +145,5 @@ def _usage(outcome: Outcome) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": outcome.num_cached_tokens,
         "output_tokens": outcome.num_output_tokens,
+        "output_tokens_details": {"thinking_tokens": outcome.num_reasoning_tokens},
     }

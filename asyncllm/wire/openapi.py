@@ -55,6 +55,7 @@ ROUTES = (
     ),
     Route("post", "/v1/responses", "Answer in items, kept for a while.", ResponseRequest, s.Response, s.Event),
     Route("get", "/v1/responses", "Upgrade to a WebSocket: many responses in lanes.", status="101"),
+    Route("post", "/v1/responses/input_tokens", "The length of its prompt.", ResponseRequest, s.InputTokens),
     Route("get", "/v1/responses/{id}", "A response, or its events.", None, s.Response, s.Event, (_ID, *_FOLLOW)),
     Route("delete", "/v1/responses/{id}", "Forget a response.", None, s.Deleted, None, (_ID,)),
     Route("get", "/v1/responses/{id}/events", "Its events, for an EventSource.", None, None, s.Event, (_ID, *_RESUME)),

@@ -266,6 +266,11 @@ class Event(msgspec.Struct, kw_only=True):
     sequence_number: int | UnsetType = UNSET
 
 
+class InputTokens(msgspec.Struct, kw_only=True):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class Deleted(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"]
@@ -298,11 +303,16 @@ class AnthropicBlock(msgspec.Struct, kw_only=True):
     input: dict[str, Any] | UnsetType = UNSET
 
 
+class ThinkingTokens(msgspec.Struct, kw_only=True):
+    thinking_tokens: int
+
+
 class AnthropicUsage(msgspec.Struct, kw_only=True):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: ThinkingTokens
 
 
 class AnthropicMessage(msgspec.Struct, kw_only=True):

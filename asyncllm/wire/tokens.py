@@ -3,11 +3,14 @@
 Any thread. It never knows tokenizers or HTTP.
 """
 
+from typing import Any
+
 import msgspec
 
 from ..errors import InvalidRequest
 from .messages import Message
-from .requests import Int, decode
+from .requests import ChatRequest, Int, decode
+from .tools import Tool, ToolChoice
 from .unserved import TOKENS
 
 
@@ -20,6 +23,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None  # the start token, where the model has one; for a prompt
     parse_special: bool | None = None  # false: control tokens written in the prompt are text, as in completions
     return_token_strs: bool | None = None
+    # as chat has them, with messages
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -46,10 +54,19 @@ def decode_tokenize(body: bytes) -> TokenizeRequest:
     request = decode(_tokenize, body, TOKENS)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("give either 'prompt' or 'messages'", "prompt")
-    for name in ("add_special_tokens", "parse_special"):
-        if request.messages is not None and getattr(request, name) is not None:
-            raise InvalidRequest(f"'{name}' is for a prompt: with messages the chat template decides", name)
+    for name in _OF_PROMPTS if request.prompt is None else _OF_MESSAGES:
+        if getattr(request, name) is not None:
+            raise InvalidRequest(f"'{name}' is not for {'messages' if request.prompt is None else 'a prompt'}", name)
     return request
+
+
+def as_chat(request: TokenizeRequest) -> ChatRequest:
+    """What it asks for beside its messages, as a chat request says it."""
+    return ChatRequest(messages=[], **{name: getattr(request, name) for name in _OF_MESSAGES})
+
+
+_OF_PROMPTS = ("add_special_tokens", "parse_special")
+_OF_MESSAGES = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
 
 
 def decode_detokenize(body: bytes, vocab_size: int) -> DetokenizeRequest:

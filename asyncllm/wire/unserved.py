@@ -72,10 +72,10 @@ ANTHROPIC_LABELS = frozenset((
 
 # Of tokenize alone, which shares the template's fields with chat.
 _OF_TOKENS: dict[str, tuple[Any, ...]] = {
-    name: (UNSERVED | CHAT_ALONE)[name]
+    name: UNSERVED[name]
     for name in (
-        "tools", "chat_template", "chat_template_kwargs", "documents", "add_generation_prompt",
-        "continue_final_message", "mm_processor_kwargs", "truncate_prompt_tokens",
+        "chat_template", "documents", "add_generation_prompt", "continue_final_message", "mm_processor_kwargs",
+        "truncate_prompt_tokens",
     )
 }  # fmt: skip
 

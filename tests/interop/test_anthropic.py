@@ -9,6 +9,7 @@ pytest.importorskip("anthropic")
 import anthropic
 
 from ..server.conftest import HI, MODEL, Serve, Served, endless
+from ..text import toys
 
 
 def client_of(served: Served) -> Any:
@@ -52,3 +53,24 @@ async def test_leaving_a_stream_ends_it(serve: Serve) -> None:
                 break
         await served.idle()
         assert served.llm.totals.finished["abort"] == 1
+
+
+CALL = '<think>hm</think>So:<tool_call>\n{"name": "get_weather", "arguments": {"city": "Brno"}}\n</tool_call>'
+LONG = {"max_model_len": 2048, "num_pages": 600, "max_step_tokens": 2048}
+
+
+async def test_thinking_and_tools(serve: Serve) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    fields: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "messages": HI}
+    fields["tools"] = [{"name": "get_weather", "description": "Now.", "input_schema": schema}]
+    async with serve(CALL, template=toys.TOOLS, **LONG) as served, client_of(served) as client:
+        whole = await client.messages.create(**fields, thinking={"type": "enabled", "budget_tokens": 1024})
+        async with client.messages.stream(**fields) as stream:
+            final = await stream.get_final_message()
+        for message in (whole, final):
+            thought, said, call = message.content
+            assert (thought.thinking, said.text, message.stop_reason) == ("hm", "So:", "tool_use")
+            assert (call.name, call.input) == ("get_weather", {"city": "Brno"})
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+        talk = [*HI, final.to_param(), {"role": "user", "content": [result]}]
+        assert (await client.messages.create(**fields | {"messages": talk})).usage.input_tokens > 0

@@ -8,7 +8,9 @@ import pytest
 from openai.types.responses import Response
 
 from ..server.conftest import MODEL, Serve, Served, endless
+from ..text import toys
 
+LONG = {"max_model_len": 2048, "num_pages": 600, "max_step_tokens": 2048}
 ROOMY = {"max_model_len": 2100, "num_pages": 4000, "page_size": 16}
 
 
@@ -22,6 +24,8 @@ async def test_responses_whole_and_streamed(serve: Serve) -> None:
         assert (whole.output_text, whole.status) == ("Hello ďábelské 😀.", "completed")
         assert whole.usage is not None and whole.usage.total_tokens > whole.usage.output_tokens > 0
         Response.model_validate(whole.model_dump(), strict=True)
+        counted = await client.responses.input_tokens.count(model=MODEL, input="hi", instructions="Be kind.")
+        assert counted.input_tokens == whole.usage.input_tokens
         stream = await client.responses.create(model=MODEL, input="hi", stream=True)
         texts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
         assert "".join(texts) == whole.output_text
@@ -43,6 +47,41 @@ async def test_a_conversation_by_previous_response_id(serve: Serve) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(model=MODEL, input="x", previous_response_id=first.id)
         assert caught.value.code == "previous_response_not_found"
+
+
+async def test_reasoning_and_tools_in_responses(serve: Serve) -> None:
+    answer = '<think>hm</think>So:<tool_call>\n{"name": "get_weather", "arguments": {"city": "Brno"}}\n</tool_call>'
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools: Any = [{"type": "function", "name": "get_weather", "parameters": parameters, "strict": False}]
+    fields: dict[str, Any] = {"model": MODEL, "tools": tools}
+    async with serve(answer, template=toys.TOOLS, **LONG) as served, client_of(served) as client:
+        whole = await client.responses.create(**fields, input="hi", include=["reasoning.encrypted_content"])
+        Response.model_validate(whole.model_dump(), strict=True)
+        async with client.responses.stream(**fields, input="hi") as stream:
+            deltas = [event.delta async for event in stream if event.type == "response.function_call_arguments.delta"]
+            final = await stream.get_final_response()
+        for response in (whole, final):
+            thought, said, call = response.output
+            assert (thought.content[0].text, said.content[0].text, call.name) == ("hm", "So:", "get_weather")
+            assert call.arguments == "".join(deltas) == '{"city": "Brno"}'
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        kept = await client.responses.create(**fields, input=[result], previous_response_id=final.id)
+        talk: Any = [{"role": "user", "content": "hi"}, *final.output, result]
+        spelled = await client.responses.create(**fields, input=talk)
+        assert kept.usage.input_tokens == spelled.usage.input_tokens
+
+
+async def test_chat_with_tools(serve: Serve) -> None:
+    answer = 'So:<tool_call>\n{"name": "get_weather", "arguments": {"city": "Brno"}}\n</tool_call>'
+    tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+    fields: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    async with serve(answer, template=toys.TOOLS, **LONG) as served, client_of(served) as client:
+        whole = (await client.chat.completions.create(**fields)).choices[0]
+        async with client.chat.completions.stream(**fields) as stream:
+            final = (await stream.get_final_completion()).choices[0]
+        for choice in (whole, final):
+            assert (choice.message.content, choice.finish_reason) == ("So:", "tool_calls")
+            assert choice.message.tool_calls[0].function.arguments == '{"city": "Brno"}'
 
 
 async def test_resuming_and_cancelling_by_its_own_calls(serve: Serve) -> None:

@@ -38,6 +38,16 @@ async def test_control_tokens_are_read_unless_they_are_to_be_text(serve: Serve) 
         assert (await served.post("/detokenize", ids | {"skip_special_tokens": True})).body["prompt"] == "hi"
 
 
+async def test_tools_and_template_variables_count_as_in_chat(serve: Serve) -> None:
+    fields: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "now"}}]}
+    fields["chat_template_kwargs"] = {"enable_thinking": False}
+    async with serve(template=toys.TOOLS, max_model_len=2048, num_pages=600, max_step_tokens=2048) as served:
+        counted = (await served.post(PATH, {"messages": HI} | fields)).body["count"]
+        assert counted == (await served.chat(**fields)).usage["prompt_tokens"]
+        assert counted > (await served.post(PATH, {"messages": HI})).body["count"]
+        refused(await served.post(PATH, {"prompt": "x"} | fields), "tools")
+
+
 async def test_the_start_token_is_put_in_once(serve: Serve, tmp_path: Any) -> None:
     tokenizer = Tokenizer.from_folder(toys.byte_fallback(tmp_path, metaspace=True))
     async with serve([5], tokenizer=tokenizer) as served:
