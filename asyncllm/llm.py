@@ -200,7 +200,7 @@ class AsyncLLM:
         self._died = asyncio.Event()
         self._draining_began = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self.pace = Pace(self._loop, pace)
+        self.pace = Pace(self._loop, pace, self._abandon)
         self._rest: Iterator[Delta | Progress | Token] = iter(())  # of the step being delivered
         self._num_rest = 0
         outbox.bind(self._loop, self._receive)
@@ -543,6 +543,13 @@ class AsyncLLM:
         self._mailboxes[request_id].fail(error)
         self._forget(request_id)
         self._inbox.put(Abort(request_id))
+
+    def _abandon(self, reader: Reader) -> None:
+        """This reader is broken: whatever it read ends here, and tells it so no more."""
+        for request_id, mailbox in list(self._mailboxes.items()):
+            if mailbox.reader is reader:
+                mailbox.listen(None)
+                self._fail(request_id, AsyncLLMError("internal error"))
 
     def _fail_all(self, error: AsyncLLMError) -> None:
         for request_id in list(self._mailboxes):

@@ -237,6 +237,9 @@ class _Waiter:
             self.woken.set_result(None)
         return True
 
+    def cut_off(self) -> None:
+        self.flush()  # the task that was woken reads how its request ended
+
 
 def _stopped(delta: Delta, stop_string: str, num_output_tokens: int) -> Delta:
     return msgspec.structs.replace(

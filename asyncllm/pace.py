@@ -12,6 +12,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from .config import PacePolicy
@@ -36,6 +37,9 @@ class Reader(Protocol):
     def flush(self) -> bool:
         """Write what is unread. False if the client takes nothing now: to be asked again in GATHER_S."""
 
+    def cut_off(self) -> None:
+        """flush() has raised, which is a bug: close what it writes to, as nothing more will come."""
+
 
 class Histogram:
     """Counts by upper bound, as Prometheus has them."""
@@ -53,7 +57,12 @@ class Histogram:
 class Pace:
     """The readers that have something to write, and when they are let."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, policy: PacePolicy = "adaptive") -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        policy: PacePolicy = "adaptive",
+        on_broken: Callable[[Reader], None] = lambda reader: None,
+    ) -> None:
         self.policy: PacePolicy = policy
         self.gathering = policy == "gather"
         self.lag = Histogram()  # of a timer
@@ -61,6 +70,7 @@ class Pace:
         self.num_flushes = 0
         self.num_turns = 0  # changes between the modes
         self._loop = loop
+        self._on_broken = on_broken  # told before the reader is: what it read has nobody any more
         self._batch: list[tuple[asyncio.WriteTransport, bytes]] | None = None
         self._now: deque[Reader] = deque()
         self._later: list[Reader] = []
@@ -167,12 +177,25 @@ class Pace:
                 try:
                     if not reader.flush():
                         self._again(reader)
-                except Exception:  # one reader's bug is not to stop all others
-                    log.exception("unexpected error while writing to a client")
+                except Exception as error:
+                    self._break_off(reader, error)
         self._batch = None
         for transport, data in batch:
-            transport.write(data)
+            try:
+                transport.write(data)
+            except Exception:  # what is missing from a stream now cannot be made good
+                log.exception("unexpected error while sending to a client, who is cut off")
+                transport.abort()
         return num
+
+    def _break_off(self, reader: Reader, error: Exception) -> None:
+        """One reader's bug stops no other, and its own client does not wait for a flush that will never come."""
+        log.error("unexpected error while writing to a client, who is cut off", exc_info=error)
+        self._on_broken(reader)
+        try:
+            reader.cut_off()
+        except Exception:
+            log.exception("unexpected error while cutting a client off")
 
     def _again(self, reader: Reader) -> None:
         reader.dirty = True

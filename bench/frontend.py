@@ -267,13 +267,18 @@ class FloorStream(asyncio.Protocol):
 
 
 async def serve_floor(args: argparse.Namespace) -> None:
-    """The same bytes, made once for all: what the kernel and one Python call a write take, whoever calls."""
+    """As many bytes, made once for all: what the kernel and one Python call a write take, whoever calls."""
+    from asyncllm.wire.frames import text_frame
+
     loop = asyncio.get_running_loop()
     transports: set[Any] = set()
 
     def write(word: int) -> None:
-        event = f"data: {chunk(f' tok{word:04d}')}\n\n".encode()
-        data = b"%x\r\n%b\r\n" % (len(event), event)
+        if args.transport == "ws":
+            data = text_frame(delta(f" tok{word:04d}", word).encode())
+        else:
+            event = f"data: {chunk(f' tok{word:04d}')}\n\n".encode()
+            data = b"%x\r\n%b\r\n" % (len(event), event)
         for transport in transports:
             transport.write(data)
 
@@ -339,6 +344,7 @@ class Server:
     async def start(self, side: str, args: argparse.Namespace) -> None:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, __file__, "--serve", side, "--step-ms", str(args.step_ms), "--pace", args.pace,
+            "--transport", args.transport,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24,
         )  # fmt: skip
         self.port = (await self._line())["port"]
@@ -436,6 +442,7 @@ async def bench(args: argparse.Namespace) -> None:
         by_side = {one["side"]: one["server_us_per_event"] for one in sides}
         if "ours" in by_side:
             others = [(name, cost) for name, cost in by_side.items() if name != "ours"]
+            line["floor_us"] = by_side.get("floor")
             line["ours_to"] = {name: round(by_side["ours"] / cost, 3) for name, cost in others}
         print(json.dumps(line), flush=True)
 

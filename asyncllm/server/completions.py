@@ -142,15 +142,16 @@ async def _stream(
 ) -> web.StreamResponse:
     """The task's part of a stream: its beginning and its end. What is between goes from callback to socket."""
     try:
-        await response.comment_until(answer.woken)  # the first text, or the end
-        if answer.error is not None and not answer.has_text and not response.begun:
-            raise answer.error
-        await response.begin()
-        await response.comment_until(answer.go_on())
-        if answer.error is not None:
-            return await response.fail(answer.error, answer.take())
-        usage = replies.usage_chunk(head, dialect.chunk_object, answer.usage()) if want_usage else b""
-        return await response.end(answer.take() + usage + sse.DONE)
+        with response:
+            await response.comment_until(answer.woken)  # the first text, or the end
+            if answer.error is not None and not answer.has_text and not response.begun:
+                raise answer.error
+            await response.begin()
+            await response.comment_until(answer.go_on())
+            if answer.error is not None:
+                return await response.fail(answer.error, answer.take())
+            usage = replies.usage_chunk(head, dialect.chunk_object, answer.usage()) if want_usage else b""
+            return await response.end(answer.take() + usage + sse.DONE)
     finally:
         answer.close()
 
@@ -174,7 +175,7 @@ class Answer:
 
     @property
     def has_text(self) -> bool:
-        return any(stream.num_unread_bytes for stream in self._streams)
+        return any(stream.num_unread_bytes for stream, _ in self._open)
 
     def go_on(self) -> "asyncio.Future[None]":
         """From here on text is written as it comes; what is returned is done at the end."""
@@ -199,6 +200,14 @@ class Answer:
         else:
             self._response.give_patience(sum([stream.num_unread_bytes for stream in self._streams]))
         return has_room
+
+    def cut_off(self) -> None:
+        """Of the Reader: none of the text is to be asked for again, and the task gets an error to end with."""
+        self.error, self._only = AsyncLLMError("internal error"), None
+        self._open.clear()
+        if self._response.begun:
+            self._response.cut_off()
+        self._wake()
 
     def take(self) -> bytes:
         """The events of all unread text, and of the choices that have ended."""

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from typing import Self
 
 from aiohttp import web
 
@@ -48,6 +49,10 @@ class Outflow:
         self._full_since_s = 0.0
         return True
 
+    def cut_off(self) -> None:
+        """Close at once: what is unsent is lost."""
+        self.transport.abort()
+
     def give_patience(self, num_unread_bytes: int) -> None:
         """There is no room. A client that reads nothing for send_timeout_s, or leaves more than max_unread_bytes
         waiting, is cut off: an event to say so would not fit either."""
@@ -55,7 +60,7 @@ class Outflow:
         self._full_since_s = self._full_since_s or now_s
         waited_s = now_s - self._full_since_s
         if waited_s > self._settings.send_timeout_s or num_unread_bytes > self._settings.max_unread_bytes:
-            self.transport.abort()
+            self.cut_off()
 
 
 def tune(transport: asyncio.Transport, settings: Settings) -> None:
@@ -75,7 +80,8 @@ def tune(transport: asyncio.Transport, settings: Settings) -> None:
 
 
 class EventResponse:
-    """Writes a request's events. Nothing is sent before begin(), so an early error can still be plain JSON."""
+    """Writes a request's events. Nothing is sent before begin(), so an early error can still be plain JSON; one that
+    leaves its context later cannot, and closes the connection."""
 
     def __init__(self, request: web.Request, headers: dict[str, str] | None = None) -> None:
         self._request = request
@@ -86,6 +92,13 @@ class EventResponse:
         self._chunked = False
         self.has_room: Callable[[], bool] = lambda: True  # from begin() on, Outflow's
         self.begun = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        if kind is not None and self.begun:
+            self.cut_off()
 
     async def begin(self) -> None:
         """Send the headers. Idempotent.
@@ -126,7 +139,8 @@ class EventResponse:
             async with asyncio.timeout(self._settings.send_timeout_s):
                 await self._response.write_eof(data)
         except TimeoutError:
-            raise self._cut_off() from None
+            self.cut_off()
+            raise ConnectionResetError("the client did not read") from None
         return self._response
 
     async def fail(self, error: Exception, data: bytes = b"") -> web.StreamResponse:
@@ -138,6 +152,11 @@ class EventResponse:
             transport.close()
         return self._response
 
+    def cut_off(self) -> None:
+        """Close the connection at once, in the middle of whatever it says."""
+        if (transport := self._request.transport) is not None:
+            transport.abort()
+
     async def comment_until(self, over: "asyncio.Future[None]") -> None:
         """Wait; with sse_comment_s a comment goes out as often, for proxies that take silence for death."""
         every_s = self._settings.sse_comment_s
@@ -147,8 +166,3 @@ class EventResponse:
                 await self.begin()
                 if self.has_room():
                     self.write(_KEEP_ALIVE)
-
-    def _cut_off(self) -> ConnectionError:
-        if (transport := self._request.transport) is not None:
-            transport.abort()
-        return ConnectionResetError("the client did not read")

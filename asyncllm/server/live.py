@@ -7,8 +7,8 @@ import asyncio
 import copy
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any, Protocol
 
 import msgspec
@@ -16,7 +16,7 @@ from aiohttp import web
 
 from ..errors import Aborted, AsyncLLMError, InvalidRequest
 from ..llm import AsyncLLM, Stream
-from ..types import CALLER, Delta, FinishReason, Progress
+from ..types import CALLER, FinishReason, Progress, SamplingParams
 from ..wire import items
 from ..wire.items import CONTENT, REASONING, Piece
 from ..wire.response_events import Events, Framing, Head, Outcome, Script, all_events
@@ -48,6 +48,9 @@ class Sink(Protocol):
 
     def replaced(self) -> None:
         """Another client follows this response now; nothing follows here."""
+
+    def cut_off(self) -> None:
+        """Close the connection: what should follow cannot be said."""
 
 
 class ResponseNotFound(InvalidRequest):
@@ -84,7 +87,7 @@ class LiveResponse:
     def __init__(
         self,
         telling: Telling,
-        stream: Stream | None,
+        stream: Stream,
         messages: Messages,
         settings: Settings,
         on_over: Callable[["LiveResponse"], None] = lambda live: None,
@@ -92,17 +95,21 @@ class LiveResponse:
         stored: bool = False,
         resumable: bool = False,
         parting: Parting | None = None,
+        is_warm_up: bool = False,
+        owner: object = None,
     ) -> None:
         self.dirty = False
         self.id = telling.id
         self.caller = CALLER.get().name
         self.stored = stored
         self.resumable = resumable
+        self.is_warm_up = is_warm_up
+        self.owner = None if stored else owner  # for whom it is kept where it is not for everybody
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outcome: Outcome | None = None
         self.error: AsyncLLMError | None = None
         self._telling = telling
-        self._stream = stream
+        self._stream: Stream | None = stream
         self._parting = parting
         self._parser = None if parting is None else parting.new_parser()
         self._messages = messages
@@ -115,10 +122,7 @@ class LiveResponse:
         self._told: Progress | None = None
         self._cancelled = False
         self._grace: asyncio.TimerHandle | None = None
-        if stream is None:
-            self._finish(Outcome(status="completed"))
-        else:
-            stream.listen(self)
+        stream.listen(self)
 
     def __repr__(self) -> str:
         return f"LiveResponse({self.id}, {self.outcome or 'live'}, {len(self._pieces)} pieces)"
@@ -148,17 +152,16 @@ class LiveResponse:
 
     def attach(self, sink: Sink, after: int = -1) -> None:
         """Send this client every event behind number `after`, those to come too. A client before it is let go."""
+        if self.outcome is not None:
+            sink.end(self._said(self._telling.script(sink.framing), after))
+            return
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
         if self._sink is not None:
             self._sink.replaced()
         self._sink, self._script = sink, self._telling.script(sink.framing)
-        data = b"".join(all_events(self._script, self._pieces, self.outcome)[max(0, after + 1) :])
-        if self.outcome is not None:
-            sink.end(data)
-            return
-        if data:
+        if data := self._said(self._script, after):
             sink.write(data)
         self.flush()
 
@@ -185,12 +188,12 @@ class LiveResponse:
         """Turn unread text into a piece, and say it."""
         if self.outcome is not None or self._stream is None:
             return True
-        last, ended = self._stream.last, self._stream.ended
+        ended = self._stream.ended
         sink, script = self._sink, self._script
         if sink is None or script is None:
             if ended:
                 self._pieces += self._take_pieces()
-                self._finish(self._outcome(last))
+                self._finish(self._outcome())
             return True
         if not ended and not sink.has_room():
             sink.give_patience(self._stream.num_unread_bytes)
@@ -200,10 +203,18 @@ class LiveResponse:
             data += b"".join(script.say(*piece))
             self._pieces.append(piece)
         if ended:
-            self._end(sink, script, data, self._outcome(last))
+            self._end(sink, script, data, self._outcome())
         elif data:
             sink.write(data)
         return True
+
+    def cut_off(self) -> None:
+        """Of the Reader: what it read is over, and its client would not hear of it."""
+        if (sink := self._sink) is not None:
+            sink.cut_off()
+        if self.outcome is None:
+            self.error = AsyncLLMError("internal error")
+            self._finish(Outcome(status="failed", error=_told(self.error)))
 
     # -- inside --
 
@@ -212,6 +223,8 @@ class LiveResponse:
         assert self._stream is not None
         ended = self._stream.ended
         text = self._stream.take_text()
+        if self.is_warm_up:
+            return []
         if self._parser is None or self._parting is None:
             return [(CONTENT, text)] if text else []
         pieces = [*self._parser.push(text), *(self._parser.finish() if ended else ())]
@@ -227,6 +240,10 @@ class LiveResponse:
             return b""
         return script.progress(progress.queue_position, progress.num_prompt_tokens, progress.num_computed_tokens)
 
+    def _said(self, script: Script, after: int) -> bytes:
+        """The events so far behind a number."""
+        return b"".join(all_events(script, self._pieces, self.outcome)[max(0, after + 1) :])
+
     def _end(self, sink: Sink, script: Script, data: bytes, outcome: Outcome) -> None:
         self._finish(outcome)
         sink.end(data + b"".join(script.closing(outcome)))
@@ -238,27 +255,39 @@ class LiveResponse:
             self.over.set_result(None)
         self._on_over(self)
 
-    def _outcome(self, last: Delta | None) -> Outcome:
-        assert last is not None and self._stream is not None
+    def _outcome(self) -> Outcome:
+        assert self._stream is not None and self._stream.last is not None
+        last = self._stream.last
         whole = Outcome(
             status="completed",
             num_prompt_tokens=self._stream.num_prompt_tokens,
             num_cached_tokens=last.num_cached_tokens,
-            num_output_tokens=last.num_output_tokens,
+            num_output_tokens=0 if self.is_warm_up else last.num_output_tokens,
             num_reasoning_tokens=reasoning_tokens(last.num_output_tokens, self._num_reasoning_chars, self._num_chars),
             calls=self._parser is not None and self._parser.has_whole_calls,
             stop_string=last.stop_reason if isinstance(last.stop_reason, str) else None,
+            is_warm_up=self.is_warm_up,
         )
-        if last.finish_reason is FinishReason.STOP:
+        if last.finish_reason is FinishReason.STOP or (self.is_warm_up and last.error is None):
             return whole
         if last.finish_reason is FinishReason.LENGTH:
             return msgspec.structs.replace(whole, status="incomplete", reason="max_output_tokens")
         if self._cancelled and isinstance(last.error, Aborted):
             return msgspec.structs.replace(whole, status="cancelled")
         self.error = copy.copy(last.error) if isinstance(last.error, AsyncLLMError) else AsyncLLMError("internal error")
-        # openai's clients know a fixed list of codes here; ours is in the words of the message.
-        error = {"code": "server_error", "message": str(self.error)}
-        return msgspec.structs.replace(whole, status="failed", error=error)
+        return msgspec.structs.replace(whole, status="failed", error=_told(self.error))
+
+
+def _params(asked: Asked, body: ResponseRequest) -> SamplingParams:
+    """The engine ends a sequence with a token: a warm-up has one, which nobody gets to see."""
+    if body.generate is False:
+        return msgspec.structs.replace(asked.params, max_tokens=1, min_tokens=0)
+    return asked.params
+
+
+def _told(error: AsyncLLMError) -> dict[str, str]:
+    """As it stands in a response: openai's clients know a fixed list of codes, so ours is in the message."""
+    return {"code": "server_error", "message": str(error)}
 
 
 class Responses:
@@ -268,24 +297,24 @@ class Responses:
         self._llm = llm
         self._settings = settings
         self._by_id: dict[str, LiveResponse] = {}
-        self._ended: OrderedDict[str, tuple[float, int]] = OrderedDict()  # id: (until, bytes)
+        self._ended: dict[str, tuple[float, int]] = {}  # id: (until, bytes)
+        self._order: list[tuple[float, str]] = []  # of _ended, a heap; what is no more in there is old news
+        self._owned: dict[object, set[str]] = {}  # by socket: the ids kept for it alone
         self._num_bytes = 0
 
     def __repr__(self) -> str:
         return f"Responses({len(self._by_id)}, {len(self._ended)} ended, {self._num_bytes} bytes)"
 
-    async def start(self, body: ResponseRequest) -> LiveResponse:
-        """Submit one.
+    async def start(self, body: ResponseRequest, owner: object = None) -> LiveResponse:
+        """Submit one. `owner`, a socket, may refer to its own responses though they are not stored.
 
         Raises:
             InvalidRequest: naming the field. QueueFull, Draining, EngineDead: not now.
         """
-        messages = self._past(body.previous_response_id) + input_messages(body)
-        stream = asked = None
-        if body.generate is not False:
-            asked = await self._ask(body, messages)
-            progress = body.progress is True
-            stream = self._llm.submit(asked.prompt_ids, asked.params, shown=asked.shown, wants_progress=progress)
+        messages = self._past(body.previous_response_id, owner) + input_messages(body)
+        asked = await self._ask(body, messages)
+        progress = body.progress is True
+        stream = self._llm.submit(asked.prompt_ids, _params(asked, body), shown=asked.shown, wants_progress=progress)
         head = Head(
             id=f"resp_{secrets.token_hex(12)}",
             created_at=int(time.time()),
@@ -302,11 +331,13 @@ class Responses:
             self._note_over,
             stored=body.store is not False,
             resumable=body.resumable is True,
-            parting=None if asked is None else asked.parting,
+            parting=asked.parting,
+            is_warm_up=body.generate is False,
+            owner=owner,
         )
         self._by_id[live.id] = live
-        if live.outcome is not None:
-            self._note_over(live)
+        if live.owner is not None:
+            self._owned.setdefault(live.owner, set()).add(live.id)
         return live
 
     async def count(self, body: ResponseRequest) -> int:
@@ -315,7 +346,7 @@ class Responses:
         Raises:
             InvalidRequest: as start().
         """
-        messages = self._past(body.previous_response_id) + input_messages(body)
+        messages = self._past(body.previous_response_id, None) + input_messages(body)
         return len((await self._ask(body, messages)).prompt_ids)
 
     async def _ask(self, body: ResponseRequest, messages: Messages) -> Asked:
@@ -331,7 +362,8 @@ class Responses:
         Raises:
             ResponseNotFound: unknown, no longer kept, or another caller's.
         """
-        if (live := self._own(response_id)) is None:
+        live = self._own(response_id)
+        if live is None or (live.outcome is not None and not (live.stored or live.resumable)):
             raise ResponseNotFound(f"no response {response_id[:80]!r} is kept here", "response_id")
         return live
 
@@ -341,16 +373,25 @@ class Responses:
         live.cancel()
         self._drop(live.id)
 
+    def disown(self, owner: object) -> None:
+        """This socket is gone, and with it what was kept for its sake alone."""
+        for response_id in self._owned.pop(owner, ()):
+            live = self._by_id[response_id]
+            live.owner = None
+            if live.outcome is not None:
+                self._note_over(live)
+
     def _own(self, response_id: str) -> LiveResponse | None:
         self._expire()
         live = self._by_id.get(response_id)
         return live if live is not None and live.caller == CALLER.get().name else None
 
-    def _past(self, response_id: str | None) -> Messages:
+    def _past(self, response_id: str | None, owner: object) -> Messages:
         if response_id is None:
             return []
         live = self._own(response_id)
-        if live is None or live.outcome is None or live.outcome.status == "failed":
+        is_there = live is not None and (live.stored or (owner is not None and live.owner is owner))
+        if live is None or not is_there or live.outcome is None or live.outcome.status == "failed":
             message = f"the response {response_id[:80]!r} is not kept here, or has not ended; send the whole input"
             raise PreviousNotFound(message, "previous_response_id")
         return live.conversation()
@@ -358,25 +399,35 @@ class Responses:
     def _note_over(self, live: LiveResponse) -> None:
         if live.id not in self._by_id:
             return
-        keep_s = self._settings.retention_s if live.stored else self._settings.resume_grace_s * live.resumable
+        self._uncount(live.id)
+        is_kept = live.stored or live.owner is not None
+        keep_s = self._settings.retention_s if is_kept else self._settings.resume_grace_s * live.resumable
         if not keep_s:
             self._drop(live.id)
             return
-        num_bytes = live.num_bytes
-        self._ended[live.id] = (time.monotonic() + keep_s, num_bytes)
+        until_s, num_bytes = time.monotonic() + keep_s, live.num_bytes
+        self._ended[live.id] = (until_s, num_bytes)
         self._num_bytes += num_bytes
+        heappush(self._order, (until_s, live.id))
         self._expire()
 
     def _expire(self) -> None:
         now_s, limit = time.monotonic(), self._settings.max_retained_bytes
-        while self._ended:
-            response_id, (until_s, _) = next(iter(self._ended.items()))
+        while self._order:
+            until_s, response_id = self._order[0]
             if until_s > now_s and self._num_bytes <= limit:
                 return
-            self._drop(response_id)
+            heappop(self._order)
+            if self._ended.get(response_id, (0.0, 0))[0] == until_s:
+                self._drop(response_id)
 
     def _drop(self, response_id: str) -> None:
-        self._by_id.pop(response_id, None)
+        live = self._by_id.pop(response_id, None)
+        if live is not None and live.owner is not None:
+            self._owned[live.owner].discard(response_id)
+        self._uncount(response_id)
+
+    def _uncount(self, response_id: str) -> None:
         self._num_bytes -= self._ended.pop(response_id, (0.0, 0))[1]
 
 

@@ -111,6 +111,10 @@ class EventSink:
         """Ends without a terminal event: the reader sees that it has not got the whole."""
         self.end(b"")
 
+    def cut_off(self) -> None:
+        self._response.cut_off()
+        self.end(b"")
+
 
 async def _stream(
     request: web.Request, live: LiveResponse, *, after: int = -1, with_ids: bool = False
@@ -118,12 +122,13 @@ async def _stream(
     response = EventResponse(request, {"X-Response-Id": live.id})
     sink = EventSink(response, with_ids=with_ids)
     try:
-        live.attach(sink, after)  # before anything is awaited: from here on detach() ends it
-        if not sink.over.done():
-            await response.begin()
-            response.write(sink.take())
-            await response.comment_until(sink.over)
-        return await response.end(sink.take())
+        with response:
+            live.attach(sink, after)  # before anything is awaited: from here on detach() ends it
+            if not sink.over.done():
+                await response.begin()
+                response.write(sink.take())
+                await response.comment_until(sink.over)
+            return await response.end(sink.take())
     finally:
         live.detach(sink)
 

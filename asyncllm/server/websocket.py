@@ -21,6 +21,7 @@ from ..llm import AsyncLLM
 from ..wire.errors import error_reply
 from ..wire.response_events import SocketFrames, error_frame
 from ..wire.responses import (
+    Update,
     check_stream_id,
     decode_attach,
     decode_cancel,
@@ -194,6 +195,10 @@ class Connection:
             self.llm.pace.write(self._outflow.transport, data)
         return True
 
+    def cut_off(self) -> None:
+        """Of the Reader: the socket is gone with all its lanes."""
+        self._outflow.cut_off()
+
     def refuse(self, error: Exception, stream_id: str | None) -> None:
         """An error frame; the socket stays open."""
         if not isinstance(error, AsyncLLMError):
@@ -255,11 +260,21 @@ class Connection:
             lane.cancel()
 
     def _update(self, stream_id: str | None, message: bytes) -> None:
+        """What runs in the lane, or will next; or the response of that id."""
         update = decode_update(message)
         lane = self._lanes.get(stream_id)
-        live = None if lane is None else lane.running
         if update.response_id is not None:
-            live = self.responses.get(update.response_id)
+            self.apply(update, self.responses.get(update.response_id))
+        elif lane is not None and (order := lane.coming) is not None:
+            order.updates.append(update)
+        else:
+            self.apply(update, None if lane is None else lane.running)
+
+    def apply(self, update: Update, live: LiveResponse | None) -> None:
+        """
+        Raises:
+            InvalidRequest: naming the field, or saying that nothing runs.
+        """
         if live is None or live.request_id is None or not self.llm.update(live.request_id, **update.changes()):
             raise ResponseNotFound("no response to update is running", "response_id")
 
@@ -282,6 +297,7 @@ class Connection:
         """The socket is gone: its responses end, but resumable ones whose client did not say goodbye."""
         for lane in self._lanes.values():
             lane.lost(said_goodbye=close_code in (WSCloseCode.OK, WSCloseCode.GOING_AWAY) and not self._draining)
+        self.responses.disown(self)
 
 
 class Order:
@@ -291,6 +307,7 @@ class Order:
         self.kind = kind
         self.message = message
         self.cancelled = False
+        self.updates: list[Update] = []  # that came before it ran
 
 
 class Lane:
@@ -304,6 +321,7 @@ class Lane:
         self.write = connection.push
         self.has_room = connection.has_room
         self.give_patience = connection.give_patience
+        self.cut_off = connection.cut_off
         self._connection = connection
         self._task: asyncio.Task[None] | None = None
         self._over: asyncio.Future[None] | None = None
@@ -319,14 +337,21 @@ class Lane:
         self._task = asyncio.create_task(self._work())
         self._task.add_done_callback(self._rest)  # also where it is cancelled before it begins
 
-    def cancel(self) -> None:
-        """What runs here, or will next; it may not have its response yet."""
+    @property
+    def coming(self) -> Order | None:
+        """What will run next, if nothing runs; it may be at work already, and not have its response yet."""
         if self.running is not None and self.running.outcome is None:
+            return None
+        if self._order is not None and self.running is None:
+            return self._order
+        return self.queue[0] if self.queue else None
+
+    def cancel(self) -> None:
+        """What runs here, or will next."""
+        if (order := self.coming) is not None:
+            order.cancelled = True
+        elif self.running is not None:
             self.running.cancel()
-        elif self._order is not None and self.running is None:
-            self._order.cancelled = True
-        elif self.queue:
-            self.queue[0].cancelled = True
 
     def end(self, data: bytes) -> None:
         """Of the Sink: the terminal event."""
@@ -368,13 +393,15 @@ class Lane:
         except Exception as error:
             self._connection.refuse(error, self.stream_id)
         finally:
+            if self.running is not None:
+                self.running.detach(self)  # where following it has failed: it would go on talking
             self.running = self._order = None
 
     async def _create(self, order: Order) -> None:
         connection = self._connection
         body = decode_response(order.message)
         check_model(connection.llm, body.model)
-        await self._follow(await connection.responses.start(body), -1, order)
+        await self._follow(await connection.responses.start(body, connection), -1, order)
 
     async def _attach(self, order: Order) -> None:
         attach = decode_attach(order.message)
@@ -384,6 +411,11 @@ class Lane:
     async def _follow(self, live: LiveResponse, after: int, order: Order) -> None:
         self._over = asyncio.get_running_loop().create_future()
         self.running = live
+        for update in order.updates:
+            try:
+                self._connection.apply(update, live)
+            except AsyncLLMError as error:
+                self._connection.refuse(error, self.stream_id)
         live.attach(self, after)
         if order.cancelled:
             live.cancel()

@@ -60,11 +60,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     error: dict[str, Any] | None = None  # of failed
     stop_string: str | None = None  # that ended it
     calls: bool = False  # it ends in calls of tools, all of them whole
+    is_warm_up: bool = False  # nothing was to be said
 
     @property
     def event(self) -> str:
         """Cancelled is told as incomplete: openai's clients know no event of that name."""
         return "response.incomplete" if self.status == "cancelled" else f"response.{self.status}"
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it may have no item at all, where another has an empty message."""
+        return self.is_warm_up or self.status == "failed"
 
     def usage(self) -> dict[str, Any]:
         return {
@@ -127,7 +133,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
     def _output(self, outcome: Outcome, items: list[Item]) -> list[dict[str, Any]]:
         if not items:
-            return [] if outcome.status == "failed" else [self.item(Item(CONTENT, 0), _item_status(outcome))]
+            return [] if outcome.is_silent else [self.item(Item(CONTENT, 0), _item_status(outcome))]
         return [*[self.item(item, "completed") for item in items[:-1]], self.item(items[-1], _item_status(outcome))]
 
 
@@ -185,9 +191,9 @@ class Events:
         return events if kind == CALL else [*events, self._say_delta(text)]
 
     def closing(self, outcome: Outcome) -> list[bytes]:
-        """A failed response is closed by one event, whatever was open."""
+        """A failed response is closed by one event, whatever was open; so is a warm-up, where nothing is."""
         events: list[bytes] = []
-        if outcome.status != "failed":
+        if not outcome.is_silent:
             if self._items.open is None:
                 self._items.all.append(Item(CONTENT, 0))
                 events += self._begin_item()

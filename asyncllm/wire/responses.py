@@ -111,7 +111,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     text: TextConfig | None = None
     include: list[str] | None = None
     truncation: str | None = None
-    generate: bool | None = None  # false: keep the input for previous_response_id, and say nothing
+    generate: bool | None = None  # false: a warm-up: compute the input, for previous_response_id, and say nothing
     # -- ours --
     min_tokens: Int | None = None
     top_k: Int | None = None

@@ -180,11 +180,14 @@ class Told:
     """A Reader that counts."""
 
     def __init__(self, *, full: bool = False) -> None:
-        self.dirty, self.full, self.num_flushes = False, full, 0
+        self.dirty, self.full, self.num_flushes, self.is_cut_off = False, full, 0, False
 
     def flush(self) -> bool:
         self.num_flushes += 1
         return not self.full
+
+    def cut_off(self) -> None:
+        self.is_cut_off = True
 
 
 async def test_a_first_token_does_not_wait_while_others_are_gathered() -> None:
@@ -220,12 +223,13 @@ async def test_a_reader_without_room_is_asked_again_and_one_that_raises_stops_no
             raise KeyError("bug")
 
     pace = Pace(asyncio.get_running_loop())
-    full, fine = Told(full=True), Told()
-    for reader in (full, Broken(), fine):
+    full, broken, fine = Told(full=True), Broken(), Told()
+    for reader in (full, broken, fine):
         pace.mark(reader, at_once=False)
     await until(lambda: fine.num_flushes == 1 and full.num_flushes >= 2)
     full.full = False
     await until(lambda: not full.dirty)
     assert len(caplog.records) == 1
+    assert (full.is_cut_off, broken.is_cut_off, fine.is_cut_off) == (False, True, False)
     assert GATHER_S < 0.025
     pace.close()

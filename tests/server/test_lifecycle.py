@@ -153,6 +153,7 @@ async def test_a_dead_engine_is_seen_everywhere(serve: Serve, stream: bool) -> N
             status, body = await served.get(path)
             assert (status, body["error"]["code"]) == (503, "engine_dead")
         assert (await served.chat(stream=stream)).status == 503
+        assert served.llm.dead is not None and served.llm.dead.__traceback__ is None  # no answer adds to it
 
 
 async def test_a_taken_port_is_said(serve: Serve) -> None:

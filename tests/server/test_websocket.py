@@ -37,7 +37,7 @@ class Socket:
 
     async def create(self, stream_id: str | None = None, **fields: Any) -> None:
         lane = {} if stream_id is None else {"stream_id": stream_id}
-        await self.say("response.create", input="hi", temperature=0, **lane, **fields)
+        await self.say("response.create", **({"input": "hi", "temperature": 0} | lane | fields))
 
     async def hear(self) -> dict[str, Any]:
         message = await self.socket.receive(timeout=20)
@@ -73,6 +73,12 @@ class Socket:
 async def opened(served: Served) -> AsyncIterator[Socket]:
     async with served.session.ws_connect(served.url + PATH) as socket:
         yield Socket(socket)
+
+
+async def answer(client: Socket, stream_id: str | None = None, **fields: Any) -> Any:
+    """A response to the end."""
+    await client.create(stream_id, **fields)
+    return (await client.until("response.completed", stream_id))["response"]
 
 
 @asynccontextmanager
@@ -241,11 +247,92 @@ async def test_a_response_is_taken_over(serve: Serve) -> None:
         await first.good()
 
 
-async def test_the_past_warm_up_and_progress(serve: Serve) -> None:
+async def test_an_update_right_behind_its_create_comes_in_order(serve: Serve) -> None:
+    async with serve(endless, settings=Settings(max_active_per_socket=1), **ROOMY) as served, opened(served) as client:
+        for lane, limit in (("a", 20), ("b", 7)):  # b has to wait for a
+            await client.create(lane, max_output_tokens=2000)
+            await client.say("response.update", stream_id=lane, temperature=3)
+            await client.say("response.update", stream_id=lane, max_output_tokens=500)
+            await client.say("response.update", stream_id=lane, max_output_tokens=limit)
+        for lane, limit in (("a", 20), ("b", 7)):
+            assert (await client.until("response.created", lane))["response"]["max_output_tokens"] == 2000
+            last = await client.until("response.incomplete", lane)
+            assert last["response"]["usage"]["output_tokens"] == len(client.text(lane)) == limit
+        errors = [event for event in client.seen if event["type"] == "error"]
+        assert [event["error"]["param"] for event in errors] == ["temperature"] * 2
+        await client.say("response.update", stream_id="a", max_output_tokens=9)  # it is over
+        assert (await client.error())["error"]["code"] == "response_not_found"
+        await served.idle()
+
+
+async def test_what_is_not_stored_can_be_gone_on_from_on_its_socket_alone(serve: Serve) -> None:
+    async with serve("Hello.", **ROOMY) as served, opened(served) as other:
+        async with opened(served) as client:
+            first = await answer(client, store=False)
+            second = await answer(client, "fork", store=False, previous_response_id=first["id"])
+            third = await answer(client, store=False, previous_response_id=second["id"])
+            sizes = [one["usage"]["input_tokens"] for one in (first, second, third)]
+            assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0
+            assert (await served.get(f"{PATH}/{first['id']}"))[0] == 404
+            for send in ("response.attach", "response.cancel"):
+                await client.say(send, response_id=first["id"])
+                assert (await client.error())["error"]["code"] == "response_not_found"
+            await other.create(previous_response_id=first["id"])
+            assert (await other.error())["error"]["code"] == "previous_response_not_found"
+            whole = await served.post(PATH, {"input": "x", "previous_response_id": first["id"]})
+            assert whole.error["code"] == "previous_response_not_found"
+
+
+async def test_what_is_kept_for_a_socket_goes_with_it(serve: Serve) -> None:
+    async with serve("Hello.", settings=Settings(resume_grace_s=0), **ROOMY) as served:
+        async with opened(served) as client:
+            where = f"{PATH}/{(await answer(client, store=False, resumable=True))['id']}"
+            assert (await served.get(where))[0] == 200
+        async with asyncio.timeout(20):
+            while (await served.get(where))[0] != 404:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+
+async def test_what_is_kept_for_a_socket_counts_among_the_retained_bytes(serve: Serve) -> None:
+    async with serve(settings=Settings(max_retained_bytes=5000)) as served, opened(served) as client:
+        first, *_, last = [await answer(client, store=False) for _ in range(4)]
+        await client.create(previous_response_id=first["id"])
+        assert (await client.error())["error"]["code"] == "previous_response_not_found"
+        await answer(client, store=False, previous_response_id=last["id"])
+
+
+async def test_a_warm_up_computes_its_input_and_says_nothing(serve: Serve) -> None:
+    async with serve("Hello.", **ROOMY) as served, opened(served) as client:
+        text = "a long story " * 20
+        await client.create(generate=False, input=text, progress=True, min_tokens=5, max_output_tokens=9)
+        warm = (await client.until("response.completed"))["response"]
+        kinds = [event["type"] for event in client.seen if event["type"] != "response.progress"]
+        assert kinds == ["response.created", "response.in_progress", "response.completed"]
+        assert (warm["output"], warm["usage"]["output_tokens"]) == ([], 0)
+        assert [event["sequence_number"] for event in client.seen if event["type"] == kinds[-1]] == [2]
+        assert served.llm.totals.num_prompt_tokens == warm["usage"]["input_tokens"] > len(text) // 2
+        went_on = await answer(client, previous_response_id=warm["id"])
+        cached = went_on["usage"]["input_tokens_details"]["cached_tokens"]
+        assert cached >= (warm["usage"]["input_tokens"] - 16) // 16 * 16 - 16 > 0
+        await client.say("response.attach", response_id=warm["id"])
+        assert [(await client.hear())["type"] for _ in range(3)] == kinds
+        await client.create(generate=False, temperature=3)
+        assert (await client.error())["error"]["param"] == "temperature"
+        assert await served.get(f"{PATH}/{warm['id']}") == (200, warm)
+
+
+async def test_attaching_to_what_has_ended_says_it_again(serve: Serve) -> None:
+    async with serve("Hello.", **ROOMY) as served, opened(served) as client:
+        ended = await answer(client)
+        await client.say("response.attach", response_id=ended["id"], stream_id="again")
+        assert (await client.until("response.completed", "again"))["response"] == ended
+        assert client.text("again") == "Hello."
+
+
+async def test_the_past_and_progress(serve: Serve) -> None:
     async with serve("Hello.", **ROOMY) as served, opened(served) as client:
         await client.create(generate=False)
         warm = (await client.until("response.completed"))["response"]
-        assert (warm["usage"]["output_tokens"], client.text()) == (0, "")
         await client.create(previous_response_id=warm["id"], progress=True)
         last = await client.until("response.completed")
         assert last["response"]["previous_response_id"] == warm["id"]
