@@ -29,7 +29,7 @@ from .errors import Aborted, AsyncLLMError, Draining, EngineDead, EngineStuck, I
 from .mailbox import Mailbox
 from .pace import Pace, Reader
 from .text.answer import AnswerParser
-from .text.chat import ChatTemplate
+from .text.chat import ChatTemplate, Ending
 from .text.stop import StopMatcher
 from .text.tokenizer import Tokenizer, context_too_long
 from .totals import Totals
@@ -88,6 +88,7 @@ class Stream:
         self.num_prompt_tokens = len(mailbox.submission.prompt_ids)
         # All text that has come since, for who listens. Bound here, as it is called for each token.
         self.take_text: Callable[[], str] = mailbox.take_text
+        self.take_details = mailbox.take_details  # what is told of it beside, to be taken first
 
     def __del__(self) -> None:
         # `async for ...: break` leaves no ghost request. The collector may run on any thread.
@@ -262,9 +263,16 @@ class AsyncLLM:
         return await self._run(len(text), encode)
 
     async def encode_chat(
-        self, messages: Messages, *, tools: list[dict[str, Any]] | None = None, variables: dict[str, Any] | None = None
+        self,
+        messages: Messages,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+        ending: Ending = "opening",
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's own template with these tools and further variables.
+
+        It ends in the opening of an answer, or in nothing more, or inside the last message, to be continued.
 
         Raises:
             InvalidRequest: the model has no template, or the template refuses the messages.
@@ -281,6 +289,7 @@ class AsyncLLM:
             self.tokenizer,
             tools=tools,
             variables=variables,
+            ending=ending,
             max_len=self.limits.max_prompt_len,
         )
         return await self._run(_num_chars([*messages, *(tools or ())]), encode)

@@ -137,6 +137,12 @@ class Mailbox:
         self._token_ids, self._text, self._num_spelled = [], [], 0
         return text
 
+    def take_details(self) -> tuple[list[int], list[Logprob], PromptLogprobs | None]:
+        """The unread ids and what was asked to be told of them; before take_text(), which drops the ids."""
+        logprobs, self._logprobs = self._logprobs[: len(self._token_ids)], []
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return self._token_ids, logprobs, prompt_logprobs
+
     def take(self) -> Delta | None:
         """Everything unread as one delta; None if there is nothing.
 
@@ -152,11 +158,14 @@ class Mailbox:
                 raise copy.copy(last.error)
             last = msgspec.structs.replace(last, finish_reason=None, error=None)
         token_ids = tuple(self._token_ids)
-        logprobs, prompt_logprobs = tuple(self._logprobs[: len(token_ids)]), self._prompt_logprobs
+        _, logprobs, prompt_logprobs = self.take_details()
         delta = msgspec.structs.replace(
-            last, token_ids=token_ids, text=self.take_text(), logprobs=logprobs, prompt_logprobs=prompt_logprobs
+            last,
+            token_ids=token_ids,
+            text=self.take_text(),
+            logprobs=tuple(logprobs),
+            prompt_logprobs=prompt_logprobs,
         )
-        self._logprobs, self._prompt_logprobs = [], None
         self._unread = last is not self.last
         return delta
 

@@ -82,7 +82,8 @@ async def prompt_of(
 ) -> list[int]:
     """The conversation's ids, as an answer to it would be asked for."""
     tools = None if use is None else use.for_template()
-    return await llm.encode_chat(messages, tools=tools, variables=_variables(llm, body))
+    variables, ending = _variables(llm, body), requests.ending(body)
+    return await llm.encode_chat(messages, tools=tools, variables=variables, ending=ending)
 
 
 @contextmanager

@@ -5,34 +5,27 @@ Loop thread. It never knows token ids' meaning, steps or pages: an answer is a S
 
 import asyncio
 import copy
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from ..errors import AsyncLLMError, InvalidRequest, ModelNotFound
 from ..llm import AsyncLLM, Stream
-from ..types import Completion, FinishReason, SamplingParams
+from ..types import Completion, SamplingParams
 from ..wire import replies, requests, sse
 from ..wire.messages import template_messages
 from ..wire.replies import Head, Usage
 from ..wire.requests import ChatRequest, CompletionRequest
 from .asking import ask
+from .detailed import ChoiceChunks, DetailedChoice, Prompt, Telling, best, wanted
 from .events import EventResponse
 from .gate import LLM, read_body
 from .parting import Parting
-
-
-class ChoiceChunks(Protocol):
-    """One choice's text as events."""
-
-    def text(self, text: str, usage: Usage | None = None) -> bytes: ...
-
-    def finish(self, reason: FinishReason, usage: Usage | None = None) -> bytes: ...
 
 
 class Dialect(msgspec.Struct, frozen=True):
@@ -56,7 +49,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     check_model(llm, body.model)
     messages = template_messages(body.messages)
     asked = await ask(llm, body, messages)
-    return await _answer(request, _dialect(asked.parting), body, [asked.prompt_ids], asked.params)
+    return await _answer(request, _dialect(asked.parting), body, [Prompt(asked.prompt_ids, "")], asked.params)
 
 
 def _dialect(parted: Parting | None) -> Dialect:
@@ -73,8 +66,18 @@ async def completions(request: web.Request) -> web.StreamResponse:
     check_model(llm, body.model)
     prompts = requests.completion_prompts(body)
     params = requests.completion_params(body)
-    prompt_ids = [await llm.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    return await _answer(request, TEXT, body, prompt_ids, params)
+    read = [await _read_prompt(llm, prompt, body) for prompt in prompts]
+    return await _answer(request, TEXT, body, read, params)
+
+
+async def _read_prompt(llm: AsyncLLM, prompt: requests.Prompt, body: CompletionRequest) -> Prompt:
+    """Its ids, and its text if that is to be echoed."""
+    ids = await llm.encode(prompt) if isinstance(prompt, str) else prompt
+    if not body.echo:
+        return Prompt(ids, "")
+    if isinstance(prompt, str):
+        return Prompt(ids, prompt)
+    return Prompt(ids, llm.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens is not False))
 
 
 def check_model(llm: AsyncLLM, model: str | None) -> None:
@@ -91,39 +94,74 @@ async def _answer(
     request: web.Request,
     dialect: Dialect,
     body: ChatRequest | CompletionRequest,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     params: SamplingParams,
 ) -> web.StreamResponse:
     llm = request.app[LLM]
-    head = Head(dialect.id_prefix + secrets.token_hex(12), int(time.time()), llm.model_name)
-    with _submitted(llm, prompts, params, dialect.shown) as streams:
+    head = Head(requests.answer_id(dialect.id_prefix, body), int(time.time()), llm.model_name)
+    terms = requests.terms(body)
+    if (asked := wanted(body)) is not None:
+        dialect = _with_details(dialect, Telling(llm, asked, prompts, params.n))
+    with _submitted(llm, prompts, params, terms | {"shown": dialect.shown}) as streams:
         if body.stream:
             want_usage, usage_always = requests.wants_usage(body)
             response = EventResponse(request)
             chunks = [dialect.chunks(head, i) for i in range(len(streams))]
-            answer = Answer(response, streams, chunks, usage_always)
+            answer = Answer(response, streams, chunks, usage_always, params.n)
             return await _stream(response, dialect, head, answer, want_usage)
         answers = [await stream.result() for stream in streams]
+    if (num_choices := params.num_choices) > 1:
+        answers = _chosen(answers, params.n, num_choices)
     return web.Response(body=dialect.reply(head, answers), content_type="application/json")
+
+
+def _with_details(dialect: Dialect, telling: Telling) -> Dialect:
+    return msgspec.structs.replace(
+        dialect, reply=partial(telling.reply, dialect.reply), chunks=partial(telling.chunks, dialect.chunks)
+    )
+
+
+def _chosen(answers: list[Completion], num_told: int, num_choices: int) -> list[Completion]:
+    """Those to tell, of which only each prompt's first counts the prompt: it was sent once."""
+    told = best(answers, num_told, num_choices) if num_choices > num_told else answers
+    return [
+        msgspec.structs.replace(answer, num_prompt_tokens=0, num_cached_tokens=0) if i % num_told else answer
+        for i, answer in enumerate(told)
+    ]
 
 
 @contextmanager
 def _submitted(
-    llm: AsyncLLM, prompts: Sequence[Sequence[int]], params: SamplingParams, shown: tuple[str, ...]
+    llm: AsyncLLM, prompts: Sequence[Prompt], params: SamplingParams, terms: dict[str, Any]
 ) -> Iterator[list[Stream]]:
-    """Every prompt in the engine; none of them any more when the handler is left, however it is left.
+    """Every choice of every prompt in the engine; none of them any more when the handler is left, however it is left.
 
     The abort is synchronous: a cancelled handler may not await.
     """
+    _check_choices(llm, len(prompts), params)
     streams: list[Stream] = []
     try:
-        for i, prompt_ids in enumerate(prompts):
+        for i, prompt in enumerate(prompts):
             with _naming_prompt(i if len(prompts) > 1 else None):
-                streams.append(llm.submit(prompt_ids, params, shown=shown))
+                if params.num_choices == 1:
+                    streams.append(llm.submit(prompt.ids, params, **terms))
+                else:
+                    streams += llm.submit_choices(prompt.ids, params, **terms)
         yield streams
     finally:
         for stream in streams:
             stream.abort()
+
+
+def _check_choices(llm: AsyncLLM, num_prompts: int, params: SamplingParams) -> None:
+    """
+    Raises:
+        InvalidRequest: more sequences than could ever be running and waiting.
+    """
+    num_choices, most = params.num_choices, llm.limits.max_running + llm.limits.max_waiting
+    if num_choices > 1 and num_prompts * num_choices > most:
+        name = "n" if num_choices == params.n else "best_of"
+        raise InvalidRequest(f"{num_prompts} times {num_choices} choices are more than the {most} that may wait", name)
 
 
 @contextmanager
@@ -159,15 +197,26 @@ async def _stream(
 class Answer:
     """The choices of one streamed request, as the Reader that turns their text into events."""
 
-    def __init__(self, response: EventResponse, streams: list[Stream], chunks: list[ChoiceChunks], usage_always: bool):
+    def __init__(
+        self,
+        response: EventResponse,
+        streams: list[Stream],
+        chunks: list[ChoiceChunks],
+        usage_always: bool,
+        num_choices: int = 1,
+    ) -> None:
         self.dirty = False
         self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: AsyncLLMError | None = None
         self._response = response
         self._streams = streams
         self._usage_always = usage_always
+        self._num_choices = num_choices  # of each prompt
         self._open = list(zip(streams, chunks, strict=True))
-        self._only = streams[0] if len(streams) == 1 and not usage_always else None
+        first = chunks[0]
+        is_plain = not isinstance(first, DetailedChoice)
+        self._hides_output = isinstance(first, DetailedChoice) and first.hides_output
+        self._only = streams[0] if len(streams) == 1 and not usage_always and is_plain else None
         self._only_chunks = chunks[0]
         self._flowing = False
         for stream in streams:
@@ -217,10 +266,11 @@ class Answer:
     def usage(self) -> Usage:
         """The usage of the request so far, over its choices."""
         lasts = [stream.last for stream in self._streams if stream.last is not None]
+        firsts = self._streams[:: self._num_choices]  # of each prompt, which counts once
         return Usage(
-            sum([stream.num_prompt_tokens for stream in self._streams]),
-            sum([last.num_cached_tokens for last in lasts]),
-            sum([last.num_output_tokens for last in lasts]),
+            sum([stream.num_prompt_tokens for stream in firsts]),
+            sum([stream.last.num_cached_tokens for stream in firsts if stream.last is not None]),
+            0 if self._hides_output else sum([last.num_output_tokens for last in lasts]),
         )
 
     def close(self) -> None:
@@ -228,6 +278,8 @@ class Answer:
             stream.listen(None)
 
     def _take_one(self, stream: Stream, chunks: ChoiceChunks, usage: Usage | None) -> bytes:
+        if isinstance(chunks, DetailedChoice):
+            chunks.note(*stream.take_details())
         text, last = stream.take_text(), stream.last
         data = chunks.text(text, usage) if text else b""
         if last is not None and last.finish_reason is not None:

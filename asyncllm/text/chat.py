@@ -7,7 +7,7 @@ Only the model folder's template is ever run, in jinja's sandbox; a request cann
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -25,6 +25,8 @@ MAX_RENDERED_CHARS = 64 << 20  # twice the largest body
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 Message = dict[str, Any]
+# How a prompt ends: in the opening of an answer, after the last message, or inside it, to be continued.
+Ending = Literal["opening", "closed", "continued"]
 
 
 class ChatTemplate:
@@ -77,6 +79,7 @@ class ChatTemplate:
         *,
         tools: list[dict[str, Any]] | None = None,
         variables: dict[str, Any] | None = None,
+        ending: Ending = "opening",
         max_len: int | None = None,
     ) -> list[int]:
         """The prompt of these messages as ids, ready for the answer. `variables` are further ones of the template.
@@ -92,12 +95,12 @@ class ChatTemplate:
                 messages = calls_told(messages)
             if tools and not self._knows_tools:
                 messages, tools = tools_told(messages, tools), None
-            rendered = self.render(messages, tools, variables)
+            rendered = self.render(messages, tools, variables, ending)
             tokenizer.check_chars(len(rendered), max_len)  # first: looking for marks in 20 MB holds the GIL for 0.4 s
             marked, mark = tokenizer.control.mark([*messages, *(tools or ()), variables or {}])
             if mark:
                 rest = marked[len(messages) : -1]
-                rendered = self.render(marked[: len(messages)], rest if tools else None, marked[-1])
+                rendered = self.render(marked[: len(messages)], rest if tools else None, marked[-1], ending)
         except RecursionError:
             raise InvalidRequest("the messages are nested too deeply", "messages") from None
         return tokenizer.encode_rendered(rendered, mark=mark, max_len=max_len)
@@ -107,8 +110,9 @@ class ChatTemplate:
         messages: list[Message],
         tools: list[dict[str, Any]] | None = None,
         variables: dict[str, Any] | None = None,
+        ending: Ending = "opening",
     ) -> str:
-        """The text that the template makes of these messages, with the opening of the answer.
+        """The text that the template makes of these messages.
 
         Raises:
             InvalidRequest: the template refuses the messages (its own sentence) or cannot render them.
@@ -117,7 +121,8 @@ class ChatTemplate:
         parts: list[str] = []
         room = MAX_RENDERED_CHARS
         try:
-            for part in self._template.generate(messages=messages, add_generation_prompt=True, **context):
+            opens = ending == "opening"
+            for part in self._template.generate(messages=messages, add_generation_prompt=opens, **context):
                 parts.append(part)
                 room -= len(part)
                 if room < 0:
@@ -130,7 +135,27 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages: {error}", "messages"
             ) from error
-        return "".join(parts)
+        text = "".join(parts)
+        return _cut_open(text, messages) if ending == "continued" else text
+
+
+def _cut_open(rendered: str, messages: list[Message]) -> str:
+    """Without what the template puts behind the last message, so that the model goes on with it.
+
+    Raises:
+        InvalidRequest: the last message is not the assistant's, is empty, or the template does not show it.
+    """
+    last = messages[-1]
+    content = last.get("content")
+    if last.get("role") != "assistant" or not isinstance(content, str) or not content.strip():
+        message = "only a last message of the assistant, with some text, can be continued"
+        raise InvalidRequest(message, "continue_final_message")
+    begin = rendered.rfind(content.strip())
+    if begin < 0:
+        raise InvalidRequest("the model's chat template does not show the last message", "continue_final_message")
+    # Its own white space at the end, if the template kept it.
+    whole = content.lstrip()
+    return rendered[: begin + len(whole if rendered.startswith(whole, begin) else whole.rstrip())]
 
 
 class _Refusal(jinja2.TemplateError):

@@ -112,6 +112,12 @@ class Tokenizer:
         """Each id as the vocabulary writes it; "" for those it does not know."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
+    def spell(self, token_id: int) -> bytes:
+        """What one id stands for, special ones too; a byte of a character is that byte where the decoder tells."""
+        if self._table is not None:
+            return self._table[token_id] if token_id < len(self._table) else b""
+        return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
+
     def word_ids(self, word: str) -> set[tuple[int, ...]]:
         """The ids of a word in the middle of a text, with and without a space before it.
 

@@ -7,17 +7,19 @@ twice counts as its last (as every JSON reader of the clients has it), known fie
 served are refused by name (unserved.py).
 """
 
-from typing import Annotated, Any, TypeVar
+import secrets
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from ..errors import InvalidRequest
-from ..types import SamplingParams
+from ..types import MAX_LOGPROBS, SamplingParams
 from .messages import Message
 from .tools import Tool, ToolChoice
 from .unserved import CHAT, COMPLETIONS, Unserved, refuse_unserved
 
 MAX_PROMPTS = 64
+MAX_REQUEST_ID_CHARS = 128
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 GREEDY_BELOW = 1e-5  # a temperature that makes every other token impossible, and would divide to infinity
 _MAX_TOP_K = 2**31 - 1  # larger ones are off all the same
@@ -55,6 +57,25 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    n: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: Int | bool | None = None  # false is none
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # tokens in logprobs as "token_id:5"
+    priority: Int | None = None  # the lower goes first
+    cache_salt: str | None = None
+    timeout: float | None = None  # seconds
+    request_id: str | None = None  # the end of the answer's id
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -82,6 +103,24 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    n: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: Int | bool | None = None  # false is none
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # tokens in logprobs as "token_id:5"
+    priority: Int | None = None  # the lower goes first
+    cache_salt: str | None = None
+    timeout: float | None = None  # seconds
+    request_id: str | None = None  # the end of the answer's id
+    best_of: Int | None = None
+    logprobs: Int | bool | None = None  # false is none
+    echo: bool | None = None
 
 
 Request = TypeVar("Request")
@@ -117,7 +156,12 @@ def chat_params(request: ChatRequest) -> SamplingParams:
         if (limit := getattr(request, name)) is not None and limit < 1:
             raise InvalidRequest(f"'{name}' must be at least 1, got {limit}", name)
     limits = (request.max_completion_tokens, request.max_tokens)
-    return sampling_params(request, next((limit for limit in limits if limit is not None), None))
+    params = sampling_params(request, next((limit for limit in limits if limit is not None), None))
+    if request.logprobs:
+        return msgspec.structs.replace(params, logprobs=_num_logprobs(request.top_logprobs or 0, "top_logprobs"))
+    if request.top_logprobs:
+        raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
+    return params
 
 
 def template_variables(request: ChatRequest) -> dict[str, Any]:
@@ -142,9 +186,41 @@ def template_variables(request: ChatRequest) -> dict[str, Any]:
 
 
 def completion_params(request: CompletionRequest) -> SamplingParams:
-    """How to sample; without a limit 16 tokens, as OpenAI has it (or min_tokens, if that is more)."""
+    """How to sample; without a limit 16 tokens, as OpenAI has it (or min_tokens, if that is more).
+
+    With `echo`, max_tokens may be 0, which here is 1: what is drawn then is not told.
+    """
     default = max(COMPLETION_MAX_TOKENS, request.min_tokens or 0)
-    return sampling_params(request, default if request.max_tokens is None else request.max_tokens)
+    limit = default if request.max_tokens is None else request.max_tokens
+    params = sampling_params(request, 1 if limit == 0 and request.echo else limit)
+    if request.best_of is not None:
+        if request.stream and request.best_of > params.n:
+            raise InvalidRequest("'best_of' above 'n' cannot be streamed: the best is known at the end", "best_of")
+        params = msgspec.structs.replace(params, best_of=request.best_of)
+    wide = _asked(request.logprobs, "logprobs")
+    if wide is None:
+        # The best is the likeliest, so logprobs are needed all the same.
+        return msgspec.structs.replace(params, logprobs=0) if params.num_choices > params.n else params
+    wide = _num_logprobs(wide, "logprobs")
+    return msgspec.structs.replace(params, logprobs=wide, prompt_logprobs=_echoed(request, params, wide))
+
+
+def _echoed(request: CompletionRequest, params: SamplingParams, wide: int) -> int | None:
+    """An echoed prompt has log probabilities like the rest."""
+    return max(wide, params.prompt_logprobs or 0) if request.echo else params.prompt_logprobs
+
+
+def _asked(value: int | bool | None, name: str) -> int | None:
+    """A number of alternatives, where false is none and true is no number."""
+    if value is True:
+        raise InvalidRequest(f"'{name}' is a number of alternatives here, not true", name)
+    return None if value is False else value
+
+
+def _num_logprobs(value: int, name: str) -> int:
+    if not 0 <= value <= MAX_LOGPROBS:
+        raise InvalidRequest(f"'{name}' must be between 0 and {MAX_LOGPROBS}, got {value}", name)
+    return value
 
 
 def completion_prompts(request: CompletionRequest) -> list[Prompt]:
@@ -191,7 +267,7 @@ def decode(decoder: "msgspec.json.Decoder[Request]", body: bytes, unserved: Unse
 def _invalid(message: str) -> InvalidRequest:
     """msgspec's "Expected `str`, got `int` - at `$.messages[0].role`", its path as our param."""
     what, _, where = message.partition(" - at `$")
-    param = where.rstrip("`").removeprefix(".")
+    param = where.rstrip("`").removeprefix(".").replace("[...]", "")  # a value of an object: its key is not told
     if what.startswith("Object missing required field"):
         param = f"{param}.{what.split('`')[1]}".removeprefix(".")
     return InvalidRequest(f"'{param}': {what}" if param else f"the body: {what}", param or None)
@@ -199,11 +275,18 @@ def _invalid(message: str) -> InvalidRequest:
 
 def sampling_params(request: Any, max_tokens: int | None) -> SamplingParams:
     """The fields that all routes share."""
-    given = {name: value for name in _SHARED if (value := getattr(request, name)) is not None}
+    given = {name: value for name in _SHARED if (value := getattr(request, name, None)) is not None}
     if 0 <= given.get("temperature", 1.0) < GREEDY_BELOW:
         given["temperature"] = 0.0
     if "top_k" in given:
         given["top_k"] = min(given["top_k"], _MAX_TOP_K)
+    for name in _LISTS:
+        if (value := getattr(request, name, None)) is not None:
+            given[name] = tuple(value)
+    if biases := getattr(request, "logit_bias", None):
+        given["logit_bias"] = _biases(biases)
+    if (wide := _asked(getattr(request, "prompt_logprobs", None), "prompt_logprobs")) is not None:
+        given["prompt_logprobs"] = wide
     return SamplingParams(
         max_tokens=max_tokens,
         stop=_stops(request.stop),
@@ -212,7 +295,56 @@ def sampling_params(request: Any, max_tokens: int | None) -> SamplingParams:
     )
 
 
-_SHARED = ("min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "skip_special_tokens")
+_SHARED = (
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "skip_special_tokens", "n",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "include_stop_str_in_output",
+)  # fmt: skip
+_LISTS = ("allowed_token_ids", "bad_words")
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    """JSON's keys are strings; these are ids."""
+    biases = {}
+    for key, bias in given.items():
+        if not (key.isascii() and key.removeprefix("-").isdigit() and len(key) < 20):
+            raise InvalidRequest(f"'logit_bias' maps token ids to numbers; {key[:40]!r} is no id", "logit_bias")
+        biases[int(key)] = bias
+    return biases
+
+
+def terms(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
+    """What the engine is told beside the sampling: priority, timeout_s and cache_salt, where they are given."""
+    given = {"priority": request.priority, "timeout_s": request.timeout, "cache_salt": request.cache_salt}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def ending(request: ChatRequest) -> Literal["opening", "closed", "continued"]:
+    """How the prompt ends.
+
+    Raises:
+        InvalidRequest: the last message is to be continued, and another to be opened.
+    """
+    if not request.continue_final_message:
+        return "closed" if request.add_generation_prompt is False else "opening"
+    if request.add_generation_prompt:
+        message = "a message that is continued cannot be followed by the opening of another"
+        raise InvalidRequest(message, "continue_final_message")
+    return "continued"
+
+
+def answer_id(prefix: str, request: ChatRequest | CompletionRequest) -> str:
+    """An id of the client's choice behind the route's prefix, or one of ours.
+
+    Raises:
+        InvalidRequest: it cannot be repeated in a header or a log.
+    """
+    theirs = request.request_id
+    if not theirs:
+        return prefix + secrets.token_hex(12)
+    if len(theirs) > MAX_REQUEST_ID_CHARS or not (theirs.isascii() and theirs.isprintable()):
+        message = f"'request_id' has at most {MAX_REQUEST_ID_CHARS} printable ASCII characters"
+        raise InvalidRequest(message, "request_id")
+    return prefix + theirs
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

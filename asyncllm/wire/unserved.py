@@ -27,26 +27,33 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "guided_choice": (), "guided_grammar": (), "guided_decoding_backend": (), "guided_whitespace_pattern": (),
     "json_schema": (), "regex": (), "ebnf": (),
     # choices and probabilities
-    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
-    "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (False,),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
-    "logit_bias": (), "allowed_token_ids": (), "bad_words": (), "logits_processors": (),
+    "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "logits_processors": (),
     # the text around the answer
-    "echo": (False,), "suffix": (), "include_stop_str_in_output": (False,), "no_stop_trim": (False,),
-    "truncate_prompt_tokens": (), "prompt_embeds": (), "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,), "spaces_between_special_tokens": (True,), "detokenize": (True,),
+    "suffix": (), "no_stop_trim": (False,), "truncate_prompt_tokens": (), "prompt_embeds": (),
+    "spaces_between_special_tokens": (True,), "detokenize": (True,),
     # templates and reasoning
-    "chat_template": (), "documents": (), "add_generation_prompt": (True,),
-    "continue_final_message": (False,), "stream_reasoning": (True,),
+    "chat_template": (), "documents": (), "stream_reasoning": (True,),
     # other services
     "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (), "moderation": (),
-    "verbosity": ("medium",), "priority": (0,), "cache_salt": (), "lora": (), "lora_path": (),
+    "verbosity": ("medium",), "lora": (), "lora_path": (),
     "kv_transfer_params": (), "mm_processor_kwargs": (),
 }  # fmt: skip
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
+# Served by chat and completions.
+BOTH: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": (),
+    "allowed_token_ids": (), "bad_words": (), "include_stop_str_in_output": (False,), "logprobs": (False,),
+    "prompt_logprobs": (False,), "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
+    "priority": (0,), "cache_salt": (), "timeout": (), "request_id": (),
+}  # fmt: skip
+
+# Served by completions alone.
+COMPLETIONS_ALONE: dict[str, tuple[Any, ...]] = {"best_of": (1,), "echo": (False,)}
+
 # Served by chat alone.
 CHAT_ALONE: dict[str, tuple[Any, ...]] = {
+    "top_logprobs": (0,), "add_generation_prompt": (True,), "continue_final_message": (False,),
     "tools": (), "tool_choice": ("none", "auto"), "parallel_tool_calls": _BOOLS, "chat_template_kwargs": (),
     "reasoning_effort": (), "separate_reasoning": _BOOLS, "include_reasoning": _BOOLS,
 }  # fmt: skip
@@ -91,11 +98,10 @@ class Unserved:
         self.decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(given)
 
 
-CHAT = Unserved(UNSERVED)
+CHAT = Unserved(UNSERVED | COMPLETIONS_ALONE)
 COMPLETIONS = Unserved(UNSERVED | CHAT_ALONE)
-RESPONSES = Unserved(
-    {name: neutral for name, neutral in (UNSERVED | CHAT_ALONE | OF_RESPONSES).items() if name not in OWN_TOOLS}
-)
+_ALL = UNSERVED | BOTH | COMPLETIONS_ALONE | CHAT_ALONE | OF_RESPONSES
+RESPONSES = Unserved({name: neutral for name, neutral in _ALL.items() if name not in OWN_TOOLS})
 TOKENS = Unserved(_OF_TOKENS)
 ANTHROPIC = Unserved(OF_ANTHROPIC)
 

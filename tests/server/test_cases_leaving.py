@@ -231,7 +231,7 @@ async def test_the_openai_client_completes_and_lists_models(serve: Serve) -> Non
 async def test_the_openai_client_reads_our_errors(serve: Serve) -> None:
     async with serve() as served, openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="-", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(model=MODEL, messages=HI, n=3)
+            await client.chat.completions.create(model=MODEL, messages=HI, n=129)
         assert caught.value.param == "n"
         with pytest.raises(openai.NotFoundError) as missing:
             await client.chat.completions.create(model="other", messages=HI)

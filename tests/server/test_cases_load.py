@@ -91,7 +91,7 @@ async def test_met_1_counters_agree_with_the_clients_own_tally(serve: Serve) -> 
         by_stop = [await served.complete(max_tokens=50, stop="def", stream=bool(i % 2)) for i in range(3)]
         by_length = [await served.complete(max_tokens=7, stream=bool(i % 2)) for i in range(2)]
         for _ in range(5):
-            assert (await served.complete(n=3)).status == 400
+            assert (await served.complete(n=129)).status == 400
         for i in range(5):
             raw = await served.connect()
             await raw.send(TEXT, json.dumps({"prompt": "x", "stream": True, "max_tokens": 2000}).encode())

@@ -194,7 +194,7 @@ async def test_metrics_agree_with_usage(serve: Serve) -> None:
         before = await served.metrics()
         assert all(value == 0 for name, value in before.items() if not name.endswith("pages_total"))
         answers = [await served.chat(), await served.chat(stream=True), await served.complete(max_tokens=2)]
-        await served.chat(n=3)  # refused: never a sequence
+        await served.chat(n=129)  # refused: never a sequence
         await served.idle()
         after = await served.metrics()
         assert after['asyncllm_requests_finished_total{reason="stop"}'] == 2

@@ -1,0 +1,440 @@
+"""Sampling and scoring over HTTP, on a real tiny model: what a field asks for is seen in the answer."""
+
+import json
+import typing
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError
+from openai.types import completion_create_params as text_types
+from openai.types.chat import completion_create_params as chat_types
+
+from asyncllm import build
+from asyncllm import config as configs
+from asyncllm.llm import AsyncLLM
+from asyncllm.server.app import listening
+from asyncllm.text.tokenizer import Tokenizer
+from tests.tiny import make_checkpoint
+
+PROMPT = "The quick brown fox"
+HI: list[Any] = [{"role": "user", "content": "Hello there"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", "float32", seed=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(folder)
+
+
+@pytest.fixture
+async def served(folder: Path) -> AsyncIterator[tuple[AsyncLLM, AsyncOpenAI]]:
+    config = configs.make(model=str(folder), device="cpu", threads=1, max_model_len=256, served_model_name="tiny")
+    async with (
+        build.serving(config) as llm,
+        listening(llm, port=0) as url,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        yield llm, client
+
+
+async def complete(client: AsyncOpenAI, **fields: Any) -> Any:
+    fields = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0} | fields
+    extra = fields.pop("extra", {}) | {name: fields.pop(name) for name in list(fields) if name not in OPENAI}
+    return await client.completions.create(model="tiny", extra_body=extra, **fields)
+
+
+async def chat(client: AsyncOpenAI, **fields: Any) -> Any:
+    fields = {"messages": HI, "max_tokens": 8, "temperature": 0} | fields
+    extra = fields.pop("extra", {}) | {name: fields.pop(name) for name in list(fields) if name not in OPENAI}
+    return await client.chat.completions.create(model="tiny", extra_body=extra, **fields)
+
+
+OPENAI = frozenset((
+    "prompt", "messages", "max_tokens", "temperature", "n", "best_of", "logprobs", "top_logprobs", "logit_bias", "echo",
+    "presence_penalty", "frequency_penalty", "seed", "stop", "stream", "stream_options", "top_p",
+))  # fmt: skip
+
+
+async def refused(call: Any, param: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        await call
+    assert caught.value.param == param
+
+
+async def joined(stream: Any) -> tuple[list[str], list[list[Any]], list[Any]]:
+    """Of a stream, by choice: texts, logprobs' positions; and every chunk."""
+    texts: dict[int, str] = {}
+    logprobs: dict[int, list[Any]] = {}
+    chunks = [chunk async for chunk in stream]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            text = choice.text if hasattr(choice, "text") else choice.delta.content
+            texts[choice.index] = texts.get(choice.index, "") + (text or "")
+            if (told := choice.logprobs) is not None:
+                columns = zip(told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset, strict=True) if (
+                    hasattr(told, "tokens")) else told.content  # fmt: skip
+                logprobs.setdefault(choice.index, []).extend(columns)
+    return [texts[i] for i in sorted(texts)], [logprobs.get(i, []) for i in sorted(texts)], chunks
+
+
+# -- choices --
+
+
+async def test_SAMP_1_n_choices_each_with_its_own(served: Any) -> None:
+    _, client = served
+    for route in (complete, chat):
+        whole = await route(client, n=5, temperature=1, seed=11, logprobs=1 if route is complete else True)
+        assert [choice.index for choice in whole.choices] == [0, 1, 2, 3, 4]
+        alone = await route(client, n=1, temperature=1, seed=11)
+        texts = [choice.text if route is complete else choice.message.content for choice in whole.choices]
+        assert texts[0] == (alone.choices[0].text if route is complete else alone.choices[0].message.content)
+        assert len(set(texts)) > 1
+        assert whole.usage.prompt_tokens == alone.usage.prompt_tokens
+        lengths = [len(c.logprobs.tokens if route is complete else c.logprobs.content) for c in whole.choices]
+        assert whole.usage.completion_tokens == sum(lengths)
+        stream = await route(client, n=5, temperature=1, seed=11, stream=True, stream_options={"include_usage": True})
+        streamed, _, chunks = await joined(stream)
+        assert streamed == texts and chunks[-1].usage == whole.usage
+    greedy = await complete(client, n=3)
+    assert len({choice.text for choice in greedy.choices}) == 1
+
+
+async def test_n_and_a_list_of_prompts(served: Any) -> None:
+    _, client = served
+    several = await complete(client, prompt=[PROMPT, "One two", "three"], n=2, temperature=1, seed=5)
+    assert [choice.index for choice in several.choices] == list(range(6))
+    for i, prompt in enumerate((PROMPT, "One two", "three")):
+        own = await complete(client, prompt=prompt, n=2, temperature=1, seed=5)
+        assert [c.text for c in own.choices] == [c.text for c in several.choices[2 * i : 2 * i + 2]]
+
+
+async def test_SAMP_2_a_huge_n_is_refused_at_once(served: Any) -> None:
+    _, client = served
+    for value in (0, -1, 129, 100_000, 10**18):
+        for route in (complete, chat):
+            await refused(route(client, n=value), "n")
+        await refused(complete(client, best_of=value), "best_of")
+    await refused(complete(client, n=3, best_of=2), "best_of")
+    await refused(complete(client, prompt=["x"] * 64, n=128), "n")
+    for wrong in (1.5, "2", True):
+        await refused(complete(client, n=wrong), "n")
+
+
+async def test_best_of_gives_the_likeliest(served: Any) -> None:
+    _, client = served
+    drawn = await complete(client, n=6, temperature=1.0, seed=2, logprobs=0)
+
+    def mean(choice: Any) -> float:
+        return float(sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs))
+
+    ranked = sorted(drawn.choices, key=mean, reverse=True)
+    told = await complete(client, n=2, best_of=6, temperature=1.0, seed=2)
+    assert [choice.text for choice in told.choices] == [choice.text for choice in ranked[:2]]
+    assert all(choice.logprobs is None for choice in told.choices)
+    await refused(complete(client, best_of=2, stream=True), "best_of")
+
+
+# -- what may be drawn --
+
+
+async def test_what_changes_the_logits(served: Any, tokenizer: Tokenizer) -> None:
+    llm, client = served
+    plain = (await complete(client)).choices[0].text
+    [token] = tokenizer.encode("e")
+    assert (await complete(client, logit_bias={str(token): 100})).choices[0].text == "e" * 8
+    allowed = tokenizer.encode("abc")
+    assert set((await complete(client, allowed_token_ids=allowed)).choices[0].text) <= set(tokenizer.decode(allowed))
+    few: dict[str, Any] = {"allowed_token_ids": list(range(30, 60)), "max_tokens": 60}
+    repeating = (await complete(client, **few)).choices[0].text
+    for field in ({"presence_penalty": 2}, {"frequency_penalty": 2}, {"repetition_penalty": 3}):
+        assert (await complete(client, **few, **field)).choices[0].text != repeating
+    ids = (await complete(client, return_token_ids=True)).choices[0].token_ids
+    word = tokenizer.decode(ids[2:4])
+    without = (await complete(client, bad_words=[word])).choices[0]
+    assert without.text != plain and word not in without.text
+    assert (await complete(client, bad_words=["no such words here"])).choices[0].text == plain
+
+
+async def test_what_is_out_of_range_is_named(served: Any) -> None:
+    llm, client = served
+    size = llm.limits.vocab_size
+    for fields, param in (
+        ({"presence_penalty": 2.5}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"), ({"repetition_penalty": 10**9}, "repetition_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {str(size): 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"), ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [3, size]}, "allowed_token_ids[1]"), ({"bad_words": [""]}, "bad_words[0]"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"), ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"timeout": 0}, "timeout"), ({"timeout": -1}, "timeout"), ({"priority": 2**40}, "priority"),
+        ({"cache_salt": "x" * 300}, "cache_salt"), ({"request_id": "\n"}, "request_id"),
+    ):  # fmt: skip
+        await refused(complete(client, **fields), param)
+        await refused(chat(client, **fields), param)
+    for value in (-1, 21, 10**6):
+        await refused(complete(client, logprobs=value), "logprobs")
+        await refused(chat(client, logprobs=True, top_logprobs=value), "top_logprobs")
+    await refused(chat(client, top_logprobs=3), "top_logprobs")
+    await refused(complete(client, logprobs=True), "logprobs")
+
+
+# -- log probabilities --
+
+
+def strict(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} in JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"top_k": 1}, {"top_p": 0.01}, {"logit_bias": {str(i): -100 for i in range(300)}}, {"temperature": 0.01},
+     {"allowed_token_ids": [80]}],
+)  # fmt: skip
+async def test_SAMP_3_logprobs_are_finite_sorted_and_the_same_streamed(served: Any, fields: Any) -> None:
+    _, client = served
+    fields = {"temperature": 1, "seed": 4, "top_logprobs": 5, "logprobs": True} | fields
+    whole = await chat(client, **fields)
+    positions = whole.choices[0].logprobs.content
+    strict(whole.model_dump_json())
+    assert len(positions) == whole.usage.completion_tokens
+    for position in positions:
+        values = [top.logprob for top in position.top_logprobs]
+        assert len(values) == 5 and values == sorted(values, reverse=True)
+        assert all(-9999 <= value <= 0 for value in [*values, position.logprob])
+        assert all(isinstance(top.bytes, list) for top in [position, *position.top_logprobs])
+    if "allowed_token_ids" not in fields:
+        text = bytes([byte for position in positions for byte in position.bytes]).decode(errors="replace")
+        assert whole.choices[0].message.content in text  # special tokens have bytes and are not shown
+    texts, [streamed], _ = await joined(await chat(client, stream=True, **fields))
+    assert texts == [whole.choices[0].message.content] and streamed == positions
+
+
+async def test_completions_logprobs_name_the_token_itself_and_where_it_stands(served: Any) -> None:
+    _, client = served
+    for wide in (0, 3):
+        whole = await complete(client, logprobs=wide, temperature=1, seed=9, max_tokens=20)
+        told = whole.choices[0].logprobs
+        assert len(told.tokens) == whole.usage.completion_tokens
+        for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+            assert top[token] == logprob and wide <= len(top) <= wide + 1 or wide == 0
+        text = whole.choices[0].text
+        before = ""
+        for token, offset in zip(told.tokens, told.text_offset, strict=True):
+            is_broken = "bytes:" in before + token or token.startswith("<|")  # half a character: told with the next
+            assert is_broken or text[offset : offset + len(token)] == token
+            before = token
+        _, [streamed], _ = await joined(await complete(client, logprobs=wide, temperature=1, seed=9, max_tokens=20,
+                                                       stream=True))  # fmt: skip
+        assert streamed == list(zip(told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset, strict=True))
+
+
+async def test_tokens_may_be_told_as_ids(served: Any) -> None:
+    _, client = served
+    told = await complete(client, logprobs=2, return_tokens_as_token_ids=True, return_token_ids=True)
+    ids = told.choices[0].token_ids
+    assert told.choices[0].logprobs.tokens == [f"token_id:{i}" for i in ids]
+    told = await chat(client, logprobs=True, return_tokens_as_token_ids=True, return_token_ids=True)
+    assert [p.token for p in told.choices[0].logprobs.content] == [f"token_id:{i}" for i in told.choices[0].token_ids]
+    assert told.choices[0].prompt_token_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_token_ids_come_back_and_go_in(served: Any, stream: bool) -> None:
+    _, client = served
+    first = await complete(client, return_token_ids=True)
+    prompt_ids, ids = first.choices[0].prompt_token_ids, first.choices[0].token_ids
+    again = await complete(client, prompt=prompt_ids, return_token_ids=True, stream=stream)
+    chunks = [chunk async for chunk in again] if stream else [again]
+    assert [i for chunk in chunks for c in chunk.choices for i in c.token_ids] == ids
+    assert chunks[0].choices[0].prompt_token_ids == prompt_ids
+
+
+# -- scoring --
+
+
+async def test_echo_scores_a_prompt_as_lm_eval_asks(served: Any, tokenizer: Tokenizer) -> None:
+    """Each token of context and continuation, bit for bit as when it was drawn; prompt + 1 entries."""
+    _, client = served
+    prompts = [tokenizer.encode("The dog does not mind."), tokenizer.encode("It was the best of times")]
+    told = await complete(client, prompt=prompts, echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1234)
+    for choice, prompt in zip(sorted(told.choices, key=lambda choice: choice.index), prompts, strict=True):
+        scores = choice.logprobs
+        assert len(scores.tokens) == len(scores.token_logprobs) == len(scores.top_logprobs) == len(prompt) + 1
+        assert scores.token_logprobs[0] is None and scores.top_logprobs[0] is None
+        for token, own, top in list(zip(scores.tokens, scores.token_logprobs, scores.top_logprobs, strict=True))[1:]:
+            assert top[token] == own <= max(top.values())
+        assert scores.text_offset[0] == 0 and choice.text.startswith(tokenizer.decode(prompt))
+        assert choice.text[scores.text_offset[-1] :] == tokenizer.decode([*tokenizer.encode(scores.tokens[-1])])
+        assert max(scores.top_logprobs[-1].values()) == scores.token_logprobs[-1]
+    assert told.usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_without_output_is_the_prompt(served: Any, tokenizer: Tokenizer, stream: bool) -> None:
+    _, client = served
+    length = len(tokenizer.encode(PROMPT))
+    for logprobs in (None, 2):
+        fields: dict[str, Any] = {"echo": True, "max_tokens": 0, "logprobs": logprobs, "stream": stream}
+        if stream:
+            texts, [positions], chunks = await joined(
+                await complete(client, stream_options={"include_usage": True}, **fields)
+            )
+            assert chunks[-1].usage.completion_tokens == 0 and chunks[-2].choices[0].finish_reason == "length"
+        else:
+            told = await complete(client, **fields)
+            texts, positions = [told.choices[0].text], told.choices[0].logprobs and told.choices[0].logprobs.tokens
+            assert told.usage.completion_tokens == 0 and told.choices[0].finish_reason == "length"
+        assert texts == [PROMPT] and len(positions or ()) == (length if logprobs else 0)
+    await refused(complete(client, max_tokens=0), "max_tokens")
+
+
+async def test_echo_with_output_and_prompt_logprobs(served: Any, tokenizer: Tokenizer) -> None:
+    _, client = served
+    plain = (await complete(client)).choices[0].text
+    assert (await complete(client, echo=True)).choices[0].text == PROMPT + plain
+    told = (await complete(client, prompt_logprobs=2)).choices[0]
+    ids = tokenizer.encode(PROMPT)
+    assert told.text == plain and told.logprobs is None and told.prompt_logprobs[0] is None
+    assert len(told.prompt_logprobs) == len(ids)
+    for token_id, entry in zip(ids[1:], told.prompt_logprobs[1:], strict=True):
+        assert entry[str(token_id)]["decoded_token"] == tokenizer.decode([token_id]) and 2 <= len(entry) <= 3
+    assert len((await chat(client, prompt_logprobs=0)).choices[0].prompt_logprobs) > 1
+
+
+# -- the rest --
+
+
+async def test_a_stop_may_be_shown(served: Any) -> None:
+    _, client = served
+    text = (await complete(client, max_tokens=20)).choices[0].text
+    stop = text[6:9]
+    for stream in (False, True):
+        for include in (False, True):
+            told = await complete(
+                client, max_tokens=20, stop=stop, include_stop_str_in_output=include, stream=stream
+            )  # fmt: skip
+            got = (await joined(told))[0][0] if stream else told.choices[0].text
+            assert got == text[: text.index(stop) + (len(stop) if include else 0)]
+    ids = (await complete(client, max_tokens=20, return_token_ids=True)).choices[0].token_ids
+    hidden, shown = [(await complete(client, stop_token_ids=[ids[3]], include_stop_str_in_output=include)).choices[0]
+                     for include in (False, True)]  # fmt: skip
+    assert shown.text.startswith(hidden.text) and len(shown.text) > len(hidden.text)
+
+
+async def test_the_last_message_is_continued(served: Any, tokenizer: Tokenizer) -> None:
+    llm, client = served
+    messages = [*HI, {"role": "assistant", "content": "The answer is "}]
+    told = await chat(client, messages=messages, continue_final_message=True, return_token_ids=True)
+    ids = told.choices[0].prompt_token_ids
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith("<|im_start|>assistant\nThe answer is ")
+    closed = await chat(client, messages=messages, add_generation_prompt=False, return_token_ids=True)
+    text = tokenizer.decode(closed.choices[0].prompt_token_ids, skip_special_tokens=False)
+    assert text.endswith("The answer is <|im_end|>\n")
+    for fields in ({"messages": HI}, {"messages": messages, "add_generation_prompt": True}):
+        await refused(chat(client, continue_final_message=True, **fields), "continue_final_message")
+
+
+async def test_ids_priorities_salts_and_timeouts(served: Any) -> None:
+    _, client = served
+    told = await complete(client, request_id="mine-7", priority=3, cache_salt="s", timeout=60)
+    assert told.id == "cmpl-mine-7"
+    assert (await chat(client, request_id="mine-7")).id == "chatcmpl-mine-7"
+    raw = await client.completions.with_raw_response.create(
+        model="tiny", prompt="x", max_tokens=1, extra_headers={"X-Request-Id": "theirs"}
+    )
+    assert raw.headers["x-request-id"] == "theirs"
+    long = await complete(client, prompt=PROMPT * 12, cache_salt="a", max_tokens=1)
+    assert long.usage.prompt_tokens_details.cached_tokens == 0
+    for salt, cached in (("b", False), ("a", True)):
+        again = await complete(client, prompt=PROMPT * 12, cache_salt=salt, max_tokens=1)
+        assert bool(again.usage.prompt_tokens_details.cached_tokens) == cached
+    late = await complete(client, timeout=0.05, max_tokens=200, ignore_eos=True)
+    assert late.choices[0].finish_reason == "length" and late.usage.completion_tokens < 200
+
+
+async def test_the_engine_in_process_takes_the_same(served: Any) -> None:
+    llm, _ = served
+    stream = await llm.generate(PROMPT, temperature=0, max_tokens=4, logprobs=1, priority=1, cache_salt="x")
+    done = await stream.result()
+    assert [entry.token_id for entry in done.logprobs] == list(done.token_ids)
+    choices = llm.submit_choices([5, 6], stream._mailbox.submission.params.__class__(n=3, temperature=1, max_tokens=4))
+    assert len({(await choice.result()).token_ids for choice in choices}) > 1
+
+
+# -- every field that openai's package types --
+
+Effect = Callable[[Any, Any], bool]  # (the plain answer, the one with the field) -> whether the field shows
+
+
+def text_of(answer: Any) -> str:
+    choice = answer.choices[0]
+    return str(choice.text if hasattr(choice, "text") else choice.message.content)
+
+
+def other_text(plain: Any, told: Any) -> bool:
+    return text_of(plain) != text_of(told)
+
+
+REFUSED, LABEL, CALL = "refused", "label", "the call's own"
+SHARED: dict[str, tuple[Any, Effect | str]] = {
+    "frequency_penalty": (2, other_text), "presence_penalty": (2, other_text), "logit_bias": ({"70": 100}, other_text),
+    "max_tokens": (3, lambda plain, told: told.usage.completion_tokens == 3),
+    "n": (2, lambda plain, told: len(told.choices) == 2),
+    "seed": (8, other_text), "temperature": (0.1, other_text), "top_p": (0.01, other_text),
+    "stop": (["e", "o", "a", "i", " "], lambda plain, told: told.choices[0].finish_reason == "stop"),
+    "user": ("x", LABEL), "model": ("tiny", CALL), "stream": (True, CALL), "stream_options": ({}, LABEL),
+}  # fmt: skip
+CHAT: dict[str, tuple[Any, Effect | str]] = SHARED | {
+    "messages": (HI, CALL),
+    "max_completion_tokens": (3, lambda plain, told: told.usage.completion_tokens == 3),
+    "logprobs": (True, lambda plain, told: bool(told.choices[0].logprobs.content)),
+    "top_logprobs": (2, REFUSED),  # without logprobs
+    "audio": ({"voice": "x", "format": "mp3"}, REFUSED), "functions": ([{"name": "f"}], REFUSED),
+    "function_call": ({"name": "f"}, REFUSED), "modalities": (["audio"], REFUSED), "verbosity": ("low", REFUSED),
+    "prediction": ({"type": "content", "content": "x"}, REFUSED), "web_search_options": ({"a": 1}, REFUSED),
+    "moderation": ({"a": 1}, REFUSED), "metadata": ({"a": "b"}, LABEL), "service_tier": ("auto", LABEL),
+    "store": (True, LABEL), "safety_identifier": ("x", LABEL), "prompt_cache_key": ("x", LABEL),
+    "prompt_cache_options": ({"a": 1}, LABEL), "prompt_cache_retention": ("24h", LABEL),
+}  # fmt: skip
+TEXT: dict[str, tuple[Any, Effect | str]] = SHARED | {
+    "prompt": (PROMPT, CALL), "suffix": ("x", REFUSED),
+    "best_of": (5, lambda plain, told: len(told.choices) == 1 and told.usage.completion_tokens > 0),
+    "echo": (True, lambda plain, told: text_of(told) == PROMPT + text_of(plain)),
+    "logprobs": (1, lambda plain, told: bool(told.choices[0].logprobs.tokens)),
+}  # fmt: skip
+# Fields of tools, structure and reasoning have their own tests.
+ELSEWHERE = {"tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort"}
+
+
+def openai_fields(*kinds: Any) -> set[str]:
+    return {name for kind in kinds for name in typing.get_type_hints(kind)}
+
+
+def test_the_tables_hold_every_field_of_openai() -> None:
+    chat_kinds = (chat_types.CompletionCreateParamsStreaming, chat_types.CompletionCreateParamsNonStreaming)
+    text_kinds = (text_types.CompletionCreateParamsStreaming, text_types.CompletionCreateParamsNonStreaming)
+    assert openai_fields(*chat_kinds) == set(CHAT) | ELSEWHERE
+    assert openai_fields(*text_kinds) == set(TEXT)
+
+
+@pytest.mark.parametrize(("route", "table"), [(chat, CHAT), (complete, TEXT)], ids=["chat", "completions"])
+async def test_every_field_works_or_is_refused_by_name(served: Any, route: Any, table: Any) -> None:
+    _, client = served
+    base = {"temperature": 1.0, "seed": 7, "max_tokens": 60, "allowed_token_ids": list(range(30, 100))}
+    plain = await route(client, **base)
+    for name, (value, effect) in table.items():
+        if effect == REFUSED:
+            await refused(route(client, **base, extra={name: value}), name)
+        elif effect == LABEL:
+            assert text_of(await route(client, **base, extra={name: value})) == text_of(plain), name
+        elif effect != CALL:
+            told = await route(client, **base, extra={name: value})
+            assert effect(plain, told), name
