@@ -79,7 +79,7 @@ ANTHROPIC_LABELS = frozenset((
 
 # Of tokenize alone, which shares the template's fields with chat.
 _OF_TOKENS: dict[str, tuple[Any, ...]] = {
-    name: UNSERVED[name]
+    name: (UNSERVED | CHAT_ALONE)[name]
     for name in (
         "chat_template", "documents", "add_generation_prompt", "continue_final_message", "mm_processor_kwargs",
         "truncate_prompt_tokens",
