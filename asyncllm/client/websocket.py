@@ -181,6 +181,8 @@ def _closed(socket: aiohttp.ClientWebSocketResponse, message: aiohttp.WSMessage)
     if message.type is aiohttp.WSMsgType.BINARY:
         return WebSocketClosedError(1003, "the server sent a binary frame")
     reason = message.extra if isinstance(message.extra, str) else ""
+    if message.type is aiohttp.WSMsgType.CLOSE:
+        return WebSocketClosedError(message.data or 1005, reason)  # 0: a close frame without a code
     return WebSocketClosedError(socket.close_code or 1006, reason)
 
 

@@ -46,6 +46,10 @@ class Exchange:
     def reset(self) -> None:
         self._writer.transport.abort()
 
+    async def hear(self) -> bytes:
+        """What the client says next, behind its request."""
+        return await self._reader.read(65536)
+
     async def left(self) -> None:
         """Wait until the client has closed the connection."""
         with contextlib.suppress(ConnectionError):

@@ -14,6 +14,7 @@ from asyncllm.client import (
     APIStatusError,
     AsyncClient,
     BadRequestError,
+    InternalServerError,
     NotFoundError,
     Retries,
     StreamTruncatedError,
@@ -154,6 +155,30 @@ async def test_many_streams_at_once(tmp_path: Path) -> None:
                 return await running.get_final_text()
 
         assert await asyncio.gather(*[one() for _ in range(64)]) == [ANSWER] * 64
+        assert llm.num_live == 0
+
+
+async def test_conc_3_more_than_the_server_takes_are_answered_rightly_or_refused(tmp_path: Path) -> None:
+    num, taken = 300, 8 + 120
+    async with served(tmp_path, max_running=8, max_waiting=120) as (client, llm, runner):
+        patient = client.with_options(max_retries=0)
+        runner.hold()  # until everyone is there
+
+        async def one(i: int) -> str:
+            if i % 2:
+                whole = await patient.chat.completions.create(messages=MESSAGES, temperature=0)
+                return whole.choices[0].message.content or ""
+            async with patient.chat.completions.stream(messages=MESSAGES, temperature=0) as running:
+                return await running.get_final_text()
+
+        asking = [asyncio.ensure_future(one(i)) for i in range(num)]
+        await until(lambda: sum(task.done() for task in asking) == num - taken)
+        runner.let_go()
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, InternalServerError)]
+        assert [answer for answer in answers if isinstance(answer, str)] == [ANSWER] * taken
+        assert len(refused) == num - taken
+        assert all(error.code == "queue_full" and int(error.headers["retry-after"]) > 0 for error in refused)
         assert llm.num_live == 0
 
 

@@ -1,5 +1,7 @@
 """The event-stream decoder to the letter of the WHATWG specification, however the bytes are cut."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,3 +96,16 @@ def test_events_before_a_too_large_one_in_the_same_read_are_not_lost(large: byte
     with pytest.raises(EventTooLarge) as caught:
         Decoder(max_event_bytes=100).feed(b"data: a\n\nid: 1\ndata: b\n\n" + large)
     assert caught.value.events == [Event("a"), Event("b", id="1")]
+
+
+def test_a_large_event_takes_a_few_times_its_size() -> None:
+    data = b"data: " + b"x" * 5_000_000 + b"\n\n"
+    decoder = Decoder()
+    tracemalloc.start()
+    try:
+        events = [event for at in range(0, len(data), 65536) for event in decoder.feed(data[at : at + 65536])]
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(events[0].data) == 5_000_000
+    assert peak_bytes < 5 * len(data)
