@@ -177,7 +177,9 @@ class Connection:
 
     def push(self, frames: bytes) -> None:
         """Send frames with whatever else this step has for this socket: at once, if no other lane could have any."""
-        if self.num_busy <= 1 and not self._frames and not self._outflow.transport.is_closing():
+        if self._outflow.transport.is_closing():
+            return
+        if self.num_busy <= 1 and not self._frames:
             self.llm.pace.write(self._outflow.transport, frames)
             return
         self._frames.append(frames)
