@@ -26,3 +26,13 @@ async def test_chat_whole_and_streamed(serve: Serve, litellm: object) -> None:
         stream = await litellm.acompletion(**fields, stream=True)
         texts = [chunk.choices[0].delta.content or "" async for chunk in stream]
         assert "".join(texts) == "Hello ďábelské 😀."
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_errors_are_its_own(serve: Serve, litellm: object) -> None:
+    async with serve("Hello.", max_model_len=64) as served:
+        fields = {"model": f"openai/{MODEL}", "api_base": served.url + "/v1", "api_key": "-", "max_retries": 0}
+        with pytest.raises(litellm.ContextWindowExceededError):
+            await litellm.acompletion(**fields, messages=[{"role": "user", "content": "x " * 200}])
+        with pytest.raises(litellm.NotFoundError):
+            await litellm.acompletion(**fields | {"model": "openai/other"}, messages=HI)

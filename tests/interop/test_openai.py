@@ -7,7 +7,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from ..server.conftest import MODEL, Serve, Served, endless
+from ..server.conftest import HI, MODEL, Serve, Served, endless
 from ..text import toys
 
 LONG = {"max_model_len": 2048, "num_pages": 600, "max_step_tokens": 2048}
@@ -16,6 +16,22 @@ ROOMY = {"max_model_len": 2100, "num_pages": 4000, "page_size": 16}
 
 def client_of(served: Served) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="-", max_retries=0)
+
+
+async def test_chat_completions_and_models(serve: Serve) -> None:
+    async with serve("Hello ďábelské 😀.") as served, client_of(served) as client:
+        whole = await client.chat.completions.create(model=MODEL, messages=HI, temperature=0)
+        assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == ("Hello ďábelské 😀.", "stop")
+        usage = {"include_usage": True}
+        stream = await client.chat.completions.create(model=MODEL, messages=HI, stream=True, stream_options=usage)
+        chunks = [chunk async for chunk in stream]
+        assert "".join([one.choices[0].delta.content or "" for one in chunks[:-1]]) == "Hello ďábelské 😀."
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+        async with client.chat.completions.stream(model=MODEL, messages=HI) as helper:
+            assert (await helper.get_final_completion()).choices[0].message.content == "Hello ďábelské 😀."
+        text = await client.completions.create(model=MODEL, prompt="hi", max_tokens=100)
+        assert text.choices[0].text == "Hello ďábelské 😀."
+        assert [model.id async for model in client.models.list()] == [MODEL]
 
 
 async def test_responses_whole_and_streamed(serve: Serve) -> None:
