@@ -15,7 +15,7 @@ ROOT = Path(asyncllm.__file__).parent
 EVERYONE = {"types", "errors", "config"}
 LAW = {
     "types": set(), "errors": set(), "config": set(),
-    "logs": set(), "supervise": set(), "hub": {"smollm2"}, "smollm2": set(),
+    "logs": set(), "supervise": set(), "flags": {"server.settings"}, "hub": {"smollm2"}, "smollm2": set(),
     "wire": set(), "client": {"wire"}, "text": set(),
     "server": {"llm", "pace", "text", "wire"}, "llm": {"bridge", "mailbox", "pace", "text", "totals"},
     "mailbox": {"bridge", "pace", "text"}, "pace": set(), "totals": {"pace"}, "bridge": set(),
