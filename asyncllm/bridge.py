@@ -138,6 +138,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     active: bool = False  # a step is in flight or could be scheduled
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_tokens: int = 0  # of the prompts that have never had a slot
+    num_taken_tokens: int = 0  # of all prompts taken from the inbox since the start
     num_preemptions: int = 0
     pages_used: int = 0  # held by running sequences, shared prefixes included
     pages_cached: int = 0  # in the radix tree, held by nobody

@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,8 +66,8 @@ def load(model: str | None = None, **options: Any) -> LLM:
 
 
 @asynccontextmanager
-async def serving(config: Config) -> AsyncIterator[AsyncLLM]:
-    """The engine of a Config, from loading to the last joined thread."""
+async def serving(config: Config, fault: str | None = None) -> AsyncIterator[AsyncLLM]:
+    """The engine of a Config, from loading to the last joined thread; with a fault on purpose, for tests."""
     with _told_as_model_errors(config.model or "the default model"):
         folder = await asyncio.to_thread(hub.resolve, config.model)
         tokenizer, template = await asyncio.to_thread(_load_words, folder, config)
@@ -84,7 +85,7 @@ async def serving(config: Config) -> AsyncIterator[AsyncLLM]:
         log.warning("no FlashInfer, no CUDA graphs, several times slower: %s", engine_config.why_plain)
     name = config.served_model_name or (config.model if _is_hub_id(config.model) else folder.resolve().name)
     async with running(
-        lambda: _make_runner(folder, engine_config, limits),
+        partial(_make_runner, folder, engine_config, limits, fault),
         engine_config,
         limits,
         tokenizer=tokenizer,
@@ -229,6 +230,8 @@ def _decide(config: Config, folder: Path, tokenizer: Tokenizer) -> tuple[EngineC
         max_prompt_len=engine_config.max_model_len - 1,  # less where the pool turns out smaller
         max_running=engine_config.max_running,
         max_waiting=engine_config.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
+        queue_timeout_s=config.queue_timeout_s,
     )
     return engine_config, limits
 
@@ -279,7 +282,19 @@ def _free_memory_bytes() -> int:
         return 4 << 30
 
 
-def _make_runner(folder: Path, config: EngineConfig, limits: EngineLimits) -> Runner | SizedRunner:
+def _make_runner(
+    folder: Path, config: EngineConfig, limits: EngineLimits, fault: str | None
+) -> Runner | SizedRunner:
+    made = _make_whole_runner(folder, config, limits)
+    if fault is None:
+        return made
+    from .runner.faults import FaultyRunner, parse
+
+    runner, num_pages = made if isinstance(made, SizedRunner) else (made, config.num_pages)
+    return SizedRunner(FaultyRunner(runner, parse(fault), config.device == "cuda"), num_pages)
+
+
+def _make_whole_runner(folder: Path, config: EngineConfig, limits: EngineLimits) -> Runner | SizedRunner:
     if config.device == "cpu":
         from .runner.runner import build_runner
 

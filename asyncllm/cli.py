@@ -30,6 +30,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
+FAULT = "ASYNCLLM_FAULT"
 EXIT_FAILED_REQUESTS = 1
 EXIT_CANNOT_START = 2
 EXIT_INTERRUPTED = 130
@@ -61,7 +62,8 @@ def _leave(code: int) -> NoReturn:
 
 def _serve(args: argparse.Namespace) -> int:
     if args.supervise:
-        return supervise.Supervisor(supervise.command_of(args.arguments)).run()
+        later = {name: value for name, value in os.environ.items() if name != FAULT}  # a fault is for the first life
+        return supervise.Supervisor(supervise.command_of(args.arguments), dict(os.environ), later).run()
     _raise_file_limit()
     return _run(_serving(args))
 
@@ -83,7 +85,7 @@ async def _serving(args: argparse.Namespace) -> int:
     _check_address(args.host, args.port)
     settings = Settings(**{name: getattr(args, name) for name in LIMITS}, access=_access(args))
     tls_context(settings.access)  # told of before a model is loaded for nothing
-    async with build.serving(_config(args)) as llm:
+    async with build.serving(_config(args), *_faults(args)) as llm:
 
         def on_ready(url: str) -> None:
             print(f"{llm.model_name} is ready after {time.monotonic() - started_s:.1f} s. Try:\n")
@@ -105,6 +107,18 @@ def _check_address(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _faults(args: argparse.Namespace) -> list[str]:
+    """What is to be broken on purpose, by ASYNCLLM_FAULT."""
+    if (fault := os.environ.get(FAULT)) is None:
+        return []
+    if not args.allow_fault_injection:
+        raise ValueError(f"{FAULT} is set; --allow-fault-injection says that this is meant")
+    from .runner.faults import parse
+
+    parse(fault)  # told of before a model is loaded for nothing
+    return [fault]
 
 
 def _access(args: argparse.Namespace) -> "Access":

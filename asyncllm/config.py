@@ -35,6 +35,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv_cache_bytes: int | None = None
     max_running: int | None = None  # sequences
     max_waiting: int = 1024  # submissions
+    max_waiting_tokens: int = 1 << 20  # of their prompts
+    queue_timeout_s: float = 30.0  # 0: they wait for ever
     max_step_tokens: int | None = None
     max_model_len: int | None = None
     overlap: bool | None = None

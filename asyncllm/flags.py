@@ -82,6 +82,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--port", type=_port, default=8000, help="port to listen on; 0: the system chooses one; default: 8000")
     add("--served-model-name", help="the model's name in requests and replies, if not its own")
     add("--log-level", default="info", choices=LOG_LEVELS, help="what to log to stderr; default: info")
+    add("--allow-fault-injection", action="store_true", help="obey ASYNCLLM_FAULT=KIND@STEP; for tests")
     add("--supervise", action="store_true", help="start the server again when it dies, under a small parent process")
     _add_access_flags(parser)
     _add_limit_flags(parser)
@@ -157,6 +158,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--kv-cache-bytes", type=int, help="of the KV pool, instead; default on a CPU: 1 GiB, on a GPU what is free")
     add("--max-running", type=int, help="sequences computed together; default: 256 on a GPU, 32 on a CPU")
     add("--max-waiting", type=int, default=1024, help="how many may queue behind them; default: 1024; more get 503")
+    add("--max-waiting-tokens", type=_count, default=1 << 20, help="and of how many prompt tokens; default: 1048576")
+    add("--queue-timeout-seconds", dest="queue_timeout_s", type=_seconds, default=30.0,
+        help="who waits longer gets 503, and who would at once; 0: nobody does; default: 30")  # fmt: skip
     add("--max-step-tokens", type=int, help="tokens a step computes, decodes first, prompts in the rest")
     add("--max-model-len", type=int, help="prompt and answer together; by default what the model was made for")
     add("--overlap", action=argparse.BooleanOptionalAction, help="schedule while a step runs; default: on a GPU")

@@ -14,6 +14,7 @@ import re
 import secrets
 import time
 from array import array
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -32,13 +33,15 @@ from .text.answer import AnswerParser
 from .text.chat import ChatTemplate, Ending
 from .text.stop import StopMatcher
 from .text.tokenizer import Tokenizer, context_too_long
-from .totals import Totals
+from .totals import Rate, Totals
 from .types import (
+    CALLER,
     MAX_BAD_WORDS,
     MAX_STOP_CHARS,
     Completion,
     Delta,
     EngineLimits,
+    FinishReason,
     Logprob,
     Progress,
     PromptLogprobs,
@@ -193,6 +196,9 @@ class AsyncLLM:
         self._inbox = inbox
         self._outbox = outbox
         self._mailboxes: dict[str, Mailbox] = {}
+        self._num_live_of: Counter[str] = Counter()  # by caller
+        self._rate = Rate()
+        self._num_sent_tokens = 0  # of all prompts put into the inbox
         self._finishing: set[str] = set()  # ended by a stop string; the engine's word is still to come
         self._empty = asyncio.Event()
         self._empty.set()
@@ -352,12 +358,14 @@ class AsyncLLM:
         shown = terms.get("shown", ())
         if terms:
             submission = _with_terms(submission, terms)
+        self._check_backlog(submission)
         if problem := submission.problem(self.limits):
             raise InvalidRequest(problem.message, problem.param)
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens, shown=shown)
         matcher = _matcher(params.stop, include=params.include_stop_str_in_output)
         mailbox = Mailbox(submission, detokenizer, matcher, self.pace)
         self._mailboxes[submission.request_id] = mailbox  # before the engine can answer
+        self._num_live_of[submission.caller] += 1
         if self._empty.is_set():
             self._busy_since_s = submission.arrival_s
         self._empty.clear()
@@ -468,6 +476,9 @@ class AsyncLLM:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_ids=(*eos_ids, *params.stop_token_ids),
             arrival_s=time.monotonic(),
+            caller=CALLER.get().name,
+            cache_salt=_salt(""),
+            deadline_s=_deadline_s(None),
             bad_ids=self._spelled(params.bad_words) if params.bad_words else (),
         )
 
@@ -482,7 +493,44 @@ class AsyncLLM:
         if self.draining:
             raise Draining("the server is stopping")
         if len(self._mailboxes) >= self.limits.max_running + self.limits.max_waiting:
-            raise QueueFull(f"{len(self._mailboxes)} requests are running or waiting; try again later")
+            raise self._full(f"{len(self._mailboxes)} requests are running or waiting")
+        wait_s = self.expected_wait_s
+        if self.limits.queue_timeout_s and wait_s > self.limits.queue_timeout_s:
+            raise self._full(f"a place would come up in about {wait_s:.0f} s")
+
+    def _check_backlog(self, submission: Submission) -> None:
+        """What its size and its caller say against it. Alone in the queue, anything that fits the pool may wait.
+
+        Raises:
+            QueueFull: too many tokens wait, or the caller's own requests leave no more room than to others.
+        """
+        stats, num_tokens = self.stats, len(submission.prompt_ids)
+        # What the engine has not yet taken from the inbox waits too.
+        backlog = stats.num_waiting_tokens + self._num_sent_tokens - stats.num_taken_tokens
+        if backlog and backlog + num_tokens > self.limits.max_waiting_tokens:
+            raise self._full(f"prompts of {backlog} tokens are waiting")
+        if submission.caller:
+            num_free = self.limits.max_running + self.limits.max_waiting - len(self._mailboxes)
+            if (num_own := self._num_live_of[submission.caller]) > num_free:
+                raise self._full(f"{num_own} requests of this key are here already, and {num_free} places are left")
+        self._num_sent_tokens += num_tokens
+
+    def _full(self, why: str) -> QueueFull:
+        error = QueueFull(f"{why}; try again later")
+        error.retry_after_s = max(1.0, self.expected_wait_s)
+        return error
+
+    def _note_rate(self, last: Delta) -> None:
+        if not self.stats.num_waiting:
+            self._rate.clear()
+        elif last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._rate.add()
+
+    @property
+    def expected_wait_s(self) -> float:
+        """How long the queue takes at the rate at which requests have ended lately; 0 while that is not known."""
+        rate = self._rate.value
+        return self.stats.num_waiting / rate if rate else 0.0
 
     async def _run(self, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
         if num_chars <= INLINE_CHARS:
@@ -566,8 +614,13 @@ class AsyncLLM:
 
     def _forget(self, request_id: str) -> None:
         mailbox = self._mailboxes.pop(request_id)
+        caller = mailbox.submission.caller
+        self._num_live_of[caller] -= 1
+        if not self._num_live_of[caller]:
+            del self._num_live_of[caller]
         if mailbox.last is not None and mailbox.ended:
             self.totals.add(mailbox.last)
+            self._note_rate(mailbox.last)
         if not self._mailboxes:
             self._empty.set()
 
@@ -660,9 +713,21 @@ def _with_terms(submission: Submission, terms: Terms) -> Submission:
         submission,
         wants_progress=terms.get("wants_progress", False),
         priority=_checked_priority(terms.get("priority", 0)),
-        deadline_s=None if timeout_s is None else submission.arrival_s + _checked_timeout(timeout_s),
-        cache_salt=terms.get("cache_salt", ""),
+        deadline_s=_deadline_s(None if timeout_s is None else _checked_timeout(timeout_s)),
+        cache_salt=_salt(terms.get("cache_salt", "")),
     )
+
+
+def _deadline_s(timeout_s: float | None) -> float | None:
+    """By the request's word and its caller's, whichever is sooner."""
+    given = [one for one in (timeout_s, CALLER.get().timeout_s) if one is not None]
+    return time.monotonic() + min(given) if given else None
+
+
+def _salt(theirs: str) -> str:
+    """Callers share no pages: how fast a prompt is answered would tell one what another had asked."""
+    name = CALLER.get().name
+    return f"{name}\n{theirs}" if name or theirs else ""  # a name has no line in it
 
 
 def _checked_timeout(timeout_s: float) -> float:

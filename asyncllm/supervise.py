@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .errors import DeviceFailed, EngineDead, EngineStuck
 
@@ -33,8 +33,16 @@ _REASONS = {
 class Supervisor:
     """One server at a time. SIGTERM and SIGINT go on to it, and end the watch with it."""
 
-    def __init__(self, command: Sequence[str], first_wait_s: float = FIRST_WAIT_S) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        later_environment: Mapping[str, str],
+        first_wait_s: float = FIRST_WAIT_S,
+    ) -> None:
         self._command = command
+        self._environment = environment
+        self._later_environment = later_environment
         self._first_wait_s = first_wait_s
         self._child: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
@@ -59,7 +67,10 @@ class Supervisor:
 
     def _live(self) -> int:
         # A group of its own: Ctrl-C reaches the parent alone, or it would count as two.
-        self._child = subprocess.Popen(self._command, start_new_session=True, preexec_fn=_dying_with_parent())
+        self._child = subprocess.Popen(
+            self._command, env=self._environment, start_new_session=True, preexec_fn=_dying_with_parent()
+        )
+        self._environment = self._later_environment
         log.info("server process %d", self._child.pid)
         if self._stopping.is_set():  # a signal while it was being started
             self._child.terminate()

@@ -45,6 +45,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_len: int  # tokens; smaller than the context where the KV pool is
     max_running: int  # sequences that hold a slot
     max_waiting: int  # submissions that may queue behind them
+    max_waiting_tokens: int = 1 << 20  # and the tokens of their prompts
+    queue_timeout_s: float = 0.0  # who has no slot after that is sent away; 0: nobody is
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,6 +201,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     wants_progress: bool = False  # tell its place in the queue and its prefill
     deadline_s: float | None = None  # time.monotonic(): then it ends with what it has
     cache_salt: str = ""  # prefixes are shared only under the same one
+    caller: str = ""  # callers take turns
 
     def problem(self, limits: EngineLimits) -> Problem | None:
         """The engine's own door check; the edge calls the same."""

@@ -66,7 +66,8 @@ async def test_stop_string_ends_the_text_and_the_sequence(tokenizer: Tokenizer) 
 
 @pytest.mark.parametrize("way", ["break", "block", "abort", "cancel"])
 async def test_every_way_of_leaving_aborts(tokenizer: Tokenizer, way: str) -> None:
-    async with scripted_llm(tokenizer) as (llm, _):
+    async with scripted_llm(tokenizer) as (llm, runner):
+        runner.hold(permits=3)  # or it would be complete before anybody has left
 
         async def leave() -> None:
             stream = await llm.generate("Hi", ignore_eos=True)
@@ -90,6 +91,8 @@ async def test_every_way_of_leaving_aborts(tokenizer: Tokenizer, way: str) -> No
         await asyncio.gather(task, return_exceptions=True)
         del task
         gc.collect()
+        await until(lambda: not llm.num_live)
+        runner.let_go()
         await until_idle(llm)
         assert llm.totals.finished == {"abort": 1}
 

@@ -6,9 +6,10 @@ GPU thread. It never knows tensors or text; what a step does is the runner's aff
 import logging
 import time
 from collections import deque
+from contextlib import suppress
 
 from ..bridge import Abort, Close, Finish, Inbox, Outbox, Submit, Update
-from ..errors import EngineDead, StepFailed
+from ..errors import EngineDead, OutOfMemory, StepFailed
 from .batch import Batch, Launched, Runner
 from .scheduler import Scheduler
 
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 # spin would starve the event loop for up to 261 ms (measured there).
 POLL_S = 50e-6
 EXPECTED_SHARE = 0.9
+OOM_STEPS = 100
 
 
 class Engine:
@@ -31,6 +33,7 @@ class Engine:
         self._step = self.overlap_step if overlap else self.serial_step
         self._launched: deque[tuple[Batch, Launched]] = deque()
         self._closing = False
+        self._shed_at: list[int] = []  # steps that found no memory
         self._step_s: dict[int, float] = {}  # running mean duration, by the bit length of the token count
         self._last_end_s = time.monotonic()
 
@@ -41,8 +44,11 @@ class Engine:
                 if self.scheduler.idle:
                     self._sleep()
                 self.turn()
-        finally:
-            self.runner.close()
+        except BaseException:
+            with suppress(Exception):  # a lost device says so again, and would hide why
+                self.runner.close()
+            raise
+        self.runner.close()
 
     def turn(self) -> None:
         """Take the messages, go one step on, hand off what came of it."""
@@ -148,7 +154,21 @@ class Engine:
 
     def _fail(self, batch: Batch, error: Exception) -> None:
         log.error("step %d with %d rows failed", batch.step, batch.num_rows, exc_info=error)
+        if isinstance(error, OutOfMemory | MemoryError):
+            self._shed(batch, error)
+            return
         self.scheduler.fail(StepFailed(f"step {batch.step} failed; the request can be sent again"))
+
+    def _shed(self, batch: Batch, error: Exception) -> None:
+        """Without its largest row the step may fit. Where that has not helped twice, nothing in here will.
+
+        Raises:
+            EngineDead: the third time within OOM_STEPS.
+        """
+        self._shed_at = [*self._shed_at[-2:], batch.step]
+        if len(self._shed_at) == 3 and batch.step - self._shed_at[0] < OOM_STEPS:
+            raise EngineDead("out of memory again and again") from error
+        self.scheduler.fail(OutOfMemory("out of memory; the request can be sent again"), largest_only=True)
 
     def _hand_off(self) -> None:
         self.outbox.stats = self.scheduler.stats()

@@ -44,6 +44,7 @@ class RadixTree:
         self._clock = itertools.count(1)
         self._entries = itertools.count(1)  # breaks ties in the heap, the same in every run
         self.root = _new_root()
+        self._lost: list[Node] = []  # roots of what is never matched again, and goes when nobody holds it
         self._salted: dict[str, Node] = {}  # a root each; those without children go when there are many
         # (last_used, entry, node) of every unlocked leaf, and outdated entries, skipped when popped.
         self._leaves: list[tuple[int, int, Node]] = []
@@ -105,6 +106,30 @@ class RadixTree:
                 self.num_locked -= len(step.pages)
         self._remember_leaf(node)
 
+    def lose(self, node: Node) -> None:
+        """Match nothing any more that begins as the path to `node` does: what was computed there is not to be trusted.
+
+        Its pages stay where they are until they are evicted: others may hold them.
+        """
+        top = node
+        for top in _upward(node):  # noqa: B007  (the last one counts)
+            pass
+        if (root := top.parent) is None or self.is_lost(node):
+            return
+        key = self._key(top.ids, 0)
+        self._lost = [lost for lost in self._lost if lost.children]
+        self._lost.append(grave := _new_root())
+        grave.children[key] = root.children.pop(key)
+        top.parent = grave
+
+    def is_lost(self, node: Node) -> bool:
+        """Whether this path is matched no more; then nothing can be added to it."""
+        if not self._lost:
+            return False
+        while node.parent is not None:
+            node = node.parent
+        return any(lost is node for lost in self._lost)
+
     def evict(self, count: int) -> list[int]:
         """Give up `count` unlocked pages (fewer if there are fewer), least recently used leaves first."""
         freed: list[int] = []
@@ -121,13 +146,15 @@ class RadixTree:
         pages = [page for node in self.nodes() for page in node.pages]
         self.root.children.clear()
         self._salted.clear()
+        self._lost.clear()
         self._leaves.clear()
         self.num_pages = 0
         return pages
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the root, parents first."""
-        stack = [child for root in (self.root, *self._salted.values()) for child in root.children.values()]
+        roots = (self.root, *self._salted.values(), *self._lost)
+        stack = [child for root in roots for child in root.children.values()]
         while stack:
             node = stack.pop()
             yield node

@@ -22,15 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bridge import Deltas, EngineStats, Token
-from ..errors import AsyncLLMError, InvalidRequest, TimedOut
+from ..errors import AsyncLLMError, InvalidRequest, QueueFull, TimedOut
 from ..types import Delta, EngineLimits, FinishReason, Logprob, Progress, Submission
 from .batch import NO_TOKEN, Batch, Logprobs, NewRow, Scored, StepResult
 from .pages import PagePool
 from .progress import Watched
 from .radix import Node, RadixTree
 from .sequence import Sequence
+from .turns import Turns
 
 _RANK = attrgetter("rank")
+_PATIENCE_CHECK_S = 0.1
 
 
 class Step:
@@ -118,7 +120,10 @@ class Scheduler:
         # and waits in front of all others, so the last one here is always the youngest.
         self._running: dict[str, Sequence] = {}
         self._has_priorities = False
+        self._turns = Turns()
         self._num_submitted = 0
+        self._num_taken_tokens = self._num_waiting_tokens = 0  # of prompts: ever submitted; never yet admitted
+        self._next_patience_s = 0.0
         self._deadlines: dict[Sequence, float] = {}  # of live sequences that have one
         self._next_deadline_s = math.inf  # no later than the first of them
         self._retired: dict[Sequence, None] = {}  # done, but named by a step in flight
@@ -141,6 +146,7 @@ class Scheduler:
     def submit(self, submission: Submission) -> None:
         """Queue a submission, or end it at once with the reason it cannot be served."""
         sequence = Sequence(submission)
+        self._num_taken_tokens += sequence.prompt_len
         if problem := submission.problem(self.limits):
             sequence.finish_reason = FinishReason.ERROR
             self._deltas.append(sequence.delta((), InvalidRequest(problem.message, problem.param)))
@@ -148,7 +154,9 @@ class Scheduler:
         assert submission.request_id not in self._live, "request ids are made by us and unique"
         self._live[submission.request_id] = sequence
         self._num_submitted += 1
-        sequence.rank = submission.priority, self._num_submitted
+        start = self._turns.start(submission.caller, sequence.prompt_len, submission.max_tokens)
+        sequence.rank = submission.priority, start, self._num_submitted
+        self._num_waiting_tokens += sequence.prompt_len
         self._has_priorities |= submission.priority != 0
         insort(self._waiting, sequence, key=_RANK)
         if submission.wants_progress:
@@ -209,6 +217,8 @@ class Scheduler:
         """
         if self._deadlines:
             self._end_overdue()
+        if self._waiting:
+            self._end_impatient()
         step = Step(self._num_steps + 1, self.max_step_tokens)
         # Rewriting a row on the device takes its whole text, so its last token must be known: a step's rest.
         step.held.update([sequence for sequence in self._stale if sequence.num_in_flight])
@@ -278,8 +288,9 @@ class Scheduler:
             else:
                 self._commit_token(sequence, token_id, now)
 
-    def fail(self, error: Exception) -> None:
-        """The oldest step in flight failed and the device is idle: its requests end, the others start over.
+    def fail(self, error: Exception, *, largest_only: bool = False) -> None:
+        """The oldest step in flight failed and the device is idle: its requests end, or the largest one where that
+        makes room for the others; all others start over.
 
         What the failed step and those after it wrote is not trusted: the tree is emptied, and every
         survivor is computed anew from its committed tokens. A failure is rare; a wrong page is for ever.
@@ -289,6 +300,8 @@ class Scheduler:
             for sequence in step.sequences:
                 sequence.num_in_flight = sequence.num_drawing = 0
         self._in_flight.clear()
+        if largest_only:
+            failed = sorted([one for one in failed if one.finish_reason is None], key=lambda one: one.device_len)[-1:]
         for sequence in failed:
             if sequence.finish_reason is None:
                 self._end(sequence, FinishReason.ERROR, error=error)
@@ -305,6 +318,8 @@ class Scheduler:
             active=not self.idle,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
+            num_waiting_tokens=self._num_waiting_tokens,
+            num_taken_tokens=self._num_taken_tokens,
             num_preemptions=self.num_preemptions,
             pages_used=self.pool.num_usable - num_free - num_cached,
             pages_cached=num_cached,
@@ -399,6 +414,8 @@ class Scheduler:
         sequence.planned_len = sequence.computed_len = len(pages) * self.page_size
         sequence.num_published = len(pages)
         if not sequence.admitted_s:
+            self._num_waiting_tokens -= sequence.prompt_len
+            self._turns.admitted(sequence.rank[1])
             sequence.admitted_s, sequence.cached_len = time.monotonic(), sequence.planned_len
         self._stale.pop(sequence, None)
         step.new_rows.append(sequence.new_row())
@@ -448,7 +465,7 @@ class Scheduler:
         """Before a chunk: somebody may have published what it would compute. Equal prompts that arrive
         together are computed once, however many chunks they take."""
         num_planned, rest = divmod(sequence.planned_len, self.page_size)
-        if rest:
+        if rest or self._is_lost(sequence):
             return
         node, pages = self._match(sequence)
         if len(pages) <= num_planned:
@@ -467,13 +484,18 @@ class Scheduler:
     def _publish(self, sequence: Sequence, length: int) -> None:
         """Offer the full pages of the first `length` tokens to the tree."""
         num_pages = length // self.page_size
-        if not self.prefix_cache or num_pages <= sequence.num_published:
+        if not self.prefix_cache or num_pages <= sequence.num_published or self._is_lost(sequence):
             return
         ids, pages = sequence.ids[: num_pages * self.page_size], sequence.pages[:num_pages]
         node, adopted = self.tree.insert(ids, pages, sequence.submission.cache_salt)
         self._move_lock(sequence, node)
         sequence.private.difference_update(adopted)
         sequence.num_published = num_pages
+
+    def _is_lost(self, sequence: Sequence) -> bool:
+        """Whether it reads pages that nobody else may come to read: it keeps them, and adds nothing to them."""
+        assert sequence.node is not None
+        return self.tree.is_lost(sequence.node)
 
     def _move_lock(self, sequence: Sequence, node: Node) -> None:
         assert sequence.node is not None
@@ -490,6 +512,8 @@ class Scheduler:
             return
         if token_id == NO_TOKEN:
             error = AsyncLLMError("the model's output for this request was not a number")
+            assert sequence.node is not None
+            self.tree.lose(sequence.node)  # its pages, and those it read, may hold the reason
             self._end(sequence, FinishReason.ERROR, error=error)
             return
         sequence.append(token_id)
@@ -516,6 +540,16 @@ class Scheduler:
                 self._end(sequence, FinishReason.ERROR, error=error)
         self._next_deadline_s = min(self._deadlines.values(), default=math.inf)
 
+    def _end_impatient(self) -> None:
+        """End what has waited for a slot for too long: nothing has been computed for it."""
+        if not self.limits.queue_timeout_s or (now := time.monotonic()) < self._next_patience_s:
+            return
+        self._next_patience_s = now + _PATIENCE_CHECK_S
+        since_s = now - self.limits.queue_timeout_s
+        for sequence in [one for one in self._waiting if not one.admitted_s and one.submission.arrival_s < since_s]:
+            error = QueueFull(f"no place came up within {self.limits.queue_timeout_s:g} s; try again later")
+            self._end(sequence, FinishReason.ERROR, error=error)
+
     def _end(
         self,
         sequence: Sequence,
@@ -532,6 +566,7 @@ class Scheduler:
         self._deadlines.pop(sequence, None)
         if self._running.pop(sequence.request_id, None) is None:
             self._waiting.remove(sequence)
+            self._num_waiting_tokens -= 0 if sequence.admitted_s else sequence.prompt_len
         elif sequence.num_in_flight:
             self._retired[sequence] = None
         else:

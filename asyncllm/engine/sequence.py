@@ -28,7 +28,7 @@ class Sequence:
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
         self.request_id = submission.request_id
-        self.rank = submission.priority, 0  # (priority, number of arrival): the lower goes first
+        self.rank = submission.priority, 0.0, 0  # (priority, turn, number of arrival): the lower goes first
         self.params = submission.params  # as they are now: the client may change them
         self.prompt_len = len(submission.prompt_ids)
         self.final_len = self.prompt_len + submission.max_tokens

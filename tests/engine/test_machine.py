@@ -1,11 +1,14 @@
 """The scheduler under anything a client or a device can do, in any order, checked after every action."""
 
+import os
+
 import hypothesis.strategies as st
+import msgspec
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncllm.bridge import Abort, Finish, Update
-from asyncllm.engine.batch import Batch
+from asyncllm.engine.batch import NO_TOKEN, Batch
 from asyncllm.types import FinishReason
 from tests.fakes import House, engine_config, hash_chain
 
@@ -42,11 +45,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.updated: dict[str, int] = {}  # how many tokens an updated request may have
         self.flying: list[tuple[Batch, object]] = []
 
-    @rule(prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), max_tokens=st.integers(1, 20))
-    def submit(self, prompt: list[int], max_tokens: int) -> None:
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40),
+        max_tokens=st.integers(1, 20),
+        caller=st.sampled_from(["", "a", "b"]),
+    )
+    def submit(self, prompt: list[int], max_tokens: int, caller: str) -> None:
         name = f"r{len(self.asked)}"
         self.asked[name] = (prompt, max_tokens)
-        self.house.submit(name, prompt, max_tokens)
+        self.house.submit(name, prompt, max_tokens, caller=caller, cache_salt=caller)
         self.house.engine._receive()
 
     @precondition(lambda self: len(self.flying) < 2)
@@ -85,16 +92,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.house.engine._receive()
 
     @precondition(lambda self: self.flying)
-    @rule()
-    def fail(self) -> None:
+    @rule(data=st.data())
+    def commit_nan(self, data: st.DataObject) -> None:
+        """One row's logits hold no number: it ends alone, and nobody reads its pages any more."""
+        batch, launched = self.flying.pop(0)
+        result = launched.result()
+        if len(result.token_ids):
+            broken = data.draw(st.integers(0, len(result.token_ids) - 1))
+            result.token_ids[broken] = NO_TOKEN
+        self.scheduler.commit(result)
+
+    @precondition(lambda self: self.flying)
+    @rule(largest_only=st.booleans())
+    def fail(self, largest_only: bool) -> None:
+        """A step that failed, or found no memory."""
         for _, launched in self.flying:
             launched.result()
         self.flying.clear()
-        self.scheduler.fail(RuntimeError("fault"))
+        self.scheduler.fail(RuntimeError("fault"), largest_only=largest_only)
+
+    @rule()
+    def lose_patience(self) -> None:
+        """Whoever waits has waited too long; who has had a slot is spared, though preempted."""
+        spared = [one for one in self.scheduler._waiting if one.admitted_s]
+        self.scheduler.limits = msgspec.structs.replace(self.scheduler.limits, queue_timeout_s=1e-9)
+        self.scheduler._next_patience_s = 0.0
+        self.scheduler._end_impatient()
+        self.scheduler.limits = self.house.limits
+        assert list(self.scheduler._waiting) == spared
 
     @invariant()
     def holds(self) -> None:
         self.scheduler.check()
+        never_admitted = [one.prompt_len for one in self.scheduler._waiting if not one.admitted_s]
+        assert self.scheduler.stats().num_waiting_tokens == sum(never_admitted)
         self.house.engine._hand_off()
         for name, (prompt, max_tokens) in self.asked.items():
             self._check_request(name, prompt, max_tokens)
@@ -124,4 +155,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+# 10,200 steps; make prove runs more.
+num_machines = int(os.environ.get("ASYNCLLM_MACHINES", "170"))
+TestScheduler.settings = settings(max_examples=num_machines, stateful_step_count=60, deadline=None)
