@@ -1,6 +1,7 @@
 # make serve    set up, fetch the default model, serve it on 127.0.0.1:8000
 # make test     set up, then ruff, mypy and the tests
-# make interop  other people's clients, unmodified, against the server, in a venv of their own
+# make interop  other people's clients, unmodified, against the server, in venvs of their own (2 GB; needs npm)
+# make schemathesis    ten minutes of whatever /openapi.json allows and forbids
 # make model    fetch the default model into the user's cache and print its folder
 # make gpu      on a machine with a GPU: the tests that need one, with the python3 that holds its torch (GPU_PY)
 # make lint     ruff and mypy alone;  make fmt  what ruff can mend
@@ -22,7 +23,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: serve test interop interop-tests model lint fmt gpu gpu-memcheck
+.PHONY: serve test interop schemathesis interop-tests model lint fmt gpu gpu-memcheck
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.installed
@@ -33,9 +34,16 @@ test: lint
 	@$(PY) -m asyncllm.hub > /dev/null
 	$(PY) -m pytest $(ARGS)
 
-# In a venv of their own, as their pins are not ours. A client that is not there fails, as elsewhere it would be skipped.
-interop:
+# In venvs of their own, as their pins are not ours. A client that is not there fails, as elsewhere it would be skipped.
+# Those whose pins clash with each other's have homes, as tests/interop/homes says.
+HOMES := node $(basename $(notdir $(wildcard tests/interop/homes/*.txt)))
+
+interop: $(HOMES:%=.interop/%/.installed)
 	@$(MAKE) --no-print-directory VENV=.venv-interop interop-tests
+
+schemathesis: .interop/schemathesis/.installed
+	@$(MAKE) --no-print-directory VENV=.venv-interop interop-tests \
+	  ARGS='-k schemathesis --timeout=1200 $(ARGS)' ASYNCLLM_FUZZ_S=$${ASYNCLLM_FUZZ_S:-600}
 
 interop-tests: $(VENV)/.interop
 	$(PY) -m pytest tests/interop --no-skips -rs $(ARGS)
@@ -86,6 +94,18 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing what the tests need: a minute"
 	@$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
+
+.interop/node/.installed: tests/interop/homes/package.json
+	@echo "installing npm's clients"
+	@mkdir -p $(@D) && cp $< $(@D)/ && npm --prefix $(@D) install --no-audit --no-fund --silent
+	@touch $@
+
+.interop/%/.installed: tests/interop/homes/%.txt tests/interop/constraints.txt
+	@echo "installing $*"
+	@$(PYTHON) -m venv --clear $(@D)
+	@! grep -q '^torch' $< || $(@D)/bin/pip --disable-pip-version-check install --quiet --no-deps $(TORCH)
+	@$(@D)/bin/pip --disable-pip-version-check install --quiet --constraint tests/interop/constraints.txt -r $<
 	@touch $@
 
 $(VENV)/.interop: $(VENV)/.torch pyproject.toml tests/interop/constraints.txt
