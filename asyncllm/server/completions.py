@@ -188,8 +188,9 @@ async def _stream(
             await response.comment_until(answer.go_on())
             if answer.error is not None:
                 return await response.fail(answer.error, answer.take())
+            rest = answer.take()  # before the usage: it tells how much of the text is reasoning
             usage = replies.usage_chunk(head, dialect.chunk_object, answer.usage()) if want_usage else b""
-            return await response.end(answer.take() + usage + sse.DONE)
+            return await response.end(rest + usage + sse.DONE)
     finally:
         answer.close()
 
@@ -212,7 +213,8 @@ class Answer:
         self._streams = streams
         self._usage_always = usage_always
         self._num_choices = num_choices  # of each prompt
-        self._open = list(zip(streams, chunks, strict=True))
+        self._choices = list(zip(streams, chunks, strict=True))
+        self._open = self._choices.copy()
         first = chunks[0]
         is_plain = not isinstance(first, DetailedChoice)
         self._hides_output = isinstance(first, DetailedChoice) and first.hides_output
@@ -271,6 +273,7 @@ class Answer:
             sum([stream.num_prompt_tokens for stream in firsts]),
             sum([stream.last.num_cached_tokens for stream in firsts if stream.last is not None]),
             0 if self._hides_output else sum([last.num_output_tokens for last in lasts]),
+            sum([chunks.reasoning_tokens(one.last.num_output_tokens) for one, chunks in self._choices if one.last]),
         )
 
     def close(self) -> None:

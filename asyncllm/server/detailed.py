@@ -26,6 +26,8 @@ class ChoiceChunks(Protocol):
 
     def finish(self, reason: FinishReason, usage: Usage | None = None) -> bytes: ...
 
+    def reasoning_tokens(self, num_output_tokens: int) -> int: ...
+
 
 class Prompt(msgspec.Struct, frozen=True):
     ids: Sequence[int]
@@ -167,6 +169,7 @@ class DetailedChoice:
         self._plain = plain
         self._teller = teller
         self._prefix = teller.prompt.text
+        self.reasoning_tokens = plain.reasoning_tokens
         self.hides_output = teller.wanted.hides_output
 
     def note(

@@ -40,7 +40,9 @@ class Parting(msgspec.Struct, frozen=True):
         said = parser.whole(answer.text)
         calls = [(self.call_id(), name, arguments) for name, arguments in said.calls]
         body = message(said.content, said.reasoning if self.tells_reasoning else "", calls)
-        return Message(body, finish_reason(parser, answer.finish_reason))
+        num_chars = len(said.content) + len(said.reasoning) + sum([len(name) + len(text) for name, text in said.calls])
+        num_tokens = reasoning_tokens(len(answer.token_ids), len(said.reasoning), num_chars)
+        return Message(body, finish_reason(parser, answer.finish_reason), num_tokens)
 
 
 def parting(llm: AsyncLLM, body: ChatRequest, prompt_ids: Sequence[int], use: ToolUse | None) -> Parting | None:
@@ -85,6 +87,7 @@ class PartedChoice:
         self._chunks = chunks
         self._parser = parser
         self._parting = parting
+        self._num_chars = self._num_reasoning_chars = 0
 
     def text(self, text: str, usage: Usage | None = None) -> bytes:
         """The events of what this text says for certain: none, or several."""
@@ -95,7 +98,13 @@ class PartedChoice:
         rest = [self._event(piece, usage) for piece in self._parser.finish()]
         return b"".join(rest) + self._chunks.finish(finish_reason(self._parser, reason), usage)
 
+    def reasoning_tokens(self, num_output_tokens: int) -> int:
+        """How many of so many tokens, which have all been told, are reasoning."""
+        return reasoning_tokens(num_output_tokens, self._num_reasoning_chars, self._num_chars)
+
     def _event(self, piece: Piece, usage: Usage | None) -> bytes:
+        self._num_chars += len(piece.text)
+        self._num_reasoning_chars += len(piece.text) if piece.kind is Kind.REASONING else 0
         match piece.kind:
             case Kind.CONTENT:
                 return self._chunks.content(piece.text, usage)

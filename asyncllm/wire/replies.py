@@ -28,12 +28,14 @@ class Message(NamedTuple):
 
     body: dict[str, Any]
     finish_reason: str
+    num_reasoning_tokens: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    num_reasoning_tokens: int = 0
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -41,6 +43,7 @@ class Usage(msgspec.Struct, frozen=True):
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
 
 
@@ -52,7 +55,8 @@ def chat_reply(head: Head, answers: list[Completion]) -> bytes:
 def messages_reply(head: Head, answers: list[Completion], messages: list[Message]) -> bytes:
     """A chat.completion whose messages are made already."""
     choices = [_chat_choice(i, *choice) for i, choice in enumerate(zip(answers, messages, strict=True))]
-    return _reply(head, "chat.completion", choices, answers)
+    num_reasoning = sum([message.num_reasoning_tokens for message in messages])
+    return _reply(head, "chat.completion", choices, answers, num_reasoning)
 
 
 def completion_reply(head: Head, answers: list[Completion]) -> bytes:
@@ -81,6 +85,10 @@ class Chunks:
         prefix = self._prefix if self._begun else self._first
         self._begun = True
         return b"%b%b%b%b" % (prefix, orjson.dumps(text), self._suffix, chunk_end(usage))
+
+    def reasoning_tokens(self, num_output_tokens: int) -> int:
+        """None of them is reasoning that is known of."""
+        return 0
 
     def finish(self, reason: FinishReason, usage: Usage | None = None) -> bytes:
         """The event that closes the choice, after one that opens it if there was no text."""
@@ -144,11 +152,18 @@ def _text_choice(index: int, answer: Completion) -> dict[str, object]:
     return {"index": index, "text": answer.text, "logprobs": None, "finish_reason": answer.finish_reason.value}
 
 
-def _reply(head: Head, kind: str, choices: list[dict[str, object]], answers: list[Completion]) -> bytes:
+def _reply(
+    head: Head,
+    kind: str,
+    choices: list[dict[str, object]],
+    answers: list[Completion],
+    num_reasoning_tokens: int = 0,
+) -> bytes:
     usage = Usage(
         sum(answer.num_prompt_tokens for answer in answers),
         sum(answer.num_cached_tokens for answer in answers),
         sum(len(answer.token_ids) for answer in answers),
+        num_reasoning_tokens,
     )
     return orjson.dumps(
         {

@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails
 
 
 # -- chat --

@@ -107,6 +107,10 @@ async def test_tool_4_reasoning_has_its_own_field(
         answer = await served.chat(stream=stream, chat_template_kwargs=kwargs)
         made = message(answer)
         assert made.get("reasoning_content") == reasoning
+        details = answer.usage["completion_tokens_details"]
+        counted = (await served.chat(stream=not stream, chat_template_kwargs=kwargs)).usage
+        assert counted["completion_tokens_details"] == details
+        assert (details["reasoning_tokens"] > 0) == (reasoning is not None)
         assert (made.get("content") or "") == content
         untold = message(await served.chat(stream=stream, chat_template_kwargs=kwargs, include_reasoning=False))
         assert "reasoning_content" not in untold and (untold.get("content") or "") == content

@@ -28,6 +28,7 @@ USAGE = {
     "completion_tokens": 3,
     "total_tokens": 8,
     "prompt_tokens_details": {"cached_tokens": 4},
+    "completion_tokens_details": {"reasoning_tokens": 0},
 }
 
 
