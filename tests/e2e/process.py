@@ -18,18 +18,26 @@ QUIET = {"NO_COLOR": "1"}
 
 
 class ServerProcess:
-    """Started as a user would, on a port the system chooses; stderr is kept for the test to read."""
+    """Started as a user would, on a port the system chooses; stderr is kept for the test to read.
 
-    def __init__(self, *arguments: str) -> None:
+    `fault` is what breaks in it on purpose; with --supervise the server proper is a child of `process`.
+    """
+
+    def __init__(self, *arguments: str, fault: str | None = None) -> None:
         self._stderr = tempfile.TemporaryFile("w+")
         command = [sys.executable, "-m", "asyncllm", "serve", *arguments, "--port", "0", "--threads", "1"]
+        environment = os.environ | QUIET
+        if fault is not None:
+            command.append("--allow-fault-injection")
+            environment["ASYNCLLM_FAULT"] = fault
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self._stderr, text=True, env=os.environ | QUIET
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self._stderr, text=True, env=environment
         )
         self.printed: list[str] = []
-        self.url = self._wait_until_ready()
+        self.url = self.wait_until_ready()
 
-    def _wait_until_ready(self) -> str:
+    def wait_until_ready(self) -> str:
+        """The address that it prints; a supervised server prints one in each life."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.printed.append(line)
@@ -42,6 +50,11 @@ class ServerProcess:
     @property
     def curl_line(self) -> str:
         return self.printed[-1].strip()
+
+    def children(self) -> list[int]:
+        """Process ids of the servers under a supervisor."""
+        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(word) for word in listed.split()]
 
     def rss_bytes(self) -> int:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
