@@ -66,12 +66,12 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def openapi(request: web.Request) -> web.Response:
     """GET /openapi.json."""
-    return web.Response(body=_document(), content_type="application/json")
+    return web.Response(body=_document(request.app[LLM].model_name), content_type="application/json")
 
 
 @functools.cache
-def _document() -> bytes:
-    return orjson.dumps(document(__version__))
+def _document(model: str) -> bytes:
+    return orjson.dumps(document(__version__, model))
 
 
 def _model(llm: AsyncLLM) -> dict[str, object]:

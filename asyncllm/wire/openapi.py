@@ -9,7 +9,8 @@ import msgspec
 
 from . import schemas as s
 from .anthropic import CountRequest, MessagesRequest
-from .requests import ChatRequest, CompletionRequest
+from .messages import ROLES
+from .requests import EFFORTS, ChatRequest, CompletionRequest
 from .responses import ResponseRequest
 from .tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
@@ -27,6 +28,28 @@ _FAILURES = {
     "4XX": "The request cannot be served as sent; `param` names the field.",
     "5XX": "The server cannot serve it, or not now: with Retry-After, try again.",
 }
+
+
+_AT_LEAST_1 = {"minimum": 1}
+# What a request's field may be beyond its type, which is checked elsewhere: by name, or by struct and name.
+_NARROWER: dict[str, dict[str, Any]] = {
+    "temperature": {"minimum": 0, "maximum": 2}, "top_p": {"minimum": 0, "maximum": 1},
+    "min_p": {"minimum": 0, "maximum": 1}, "top_k": {"minimum": -1}, "max_output_tokens": _AT_LEAST_1,
+    "presence_penalty": {"minimum": -2, "maximum": 2}, "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "repetition_penalty": {"minimum": 0.01, "maximum": 10}, "top_logprobs": {"minimum": 0, "maximum": 20},
+    "n": {"minimum": 1, "maximum": 128}, "best_of": {"minimum": 1, "maximum": 128}, "min_tokens": {"minimum": 0},
+    "truncation": {"enum": ["auto", "disabled"]}, "reasoning_effort": {"enum": list(EFFORTS)},
+    "ChatRequest.max_tokens": _AT_LEAST_1, "ChatRequest.max_completion_tokens": _AT_LEAST_1,
+    "MessagesRequest.max_tokens": _AT_LEAST_1, "CompletionRequest.max_tokens": {"minimum": 0},
+    "ChatRequest.messages": {"minItems": 1}, "MessagesRequest.messages": {"minItems": 1},
+    "Message.role": {"enum": list(ROLES)}, "Part.type": {"enum": ["text", "refusal"]},
+    "MessageParam.role": {"enum": ["system", "user", "assistant"]}, "Tool.type": {"enum": ["function"]},
+    "InputItem.role": {"enum": ["system", "developer", "user", "assistant"]},
+    "FunctionTool.type": {"enum": ["function"]},
+    "InputItem.type": {"enum": ["message", "function_call", "function_call_output", "reasoning"]},
+    "InputPart.type": {"enum": ["input_text", "output_text", "refusal"]},
+    "Block.type": {"enum": ["text", "document", "thinking", "tool_use", "tool_result"]},
+}  # fmt: skip
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -82,16 +105,28 @@ ROUTES = (
 )  # fmt: skip
 
 
-def document(version: str, routes: tuple[Route, ...] = ROUTES) -> dict[str, Any]:
-    """The whole of it, as JSON will have it."""
+def document(version: str, model: str, routes: tuple[Route, ...] = ROUTES) -> dict[str, Any]:
+    """The whole of it, as JSON will have it, for a server of this model."""
     kinds = [kind for route in routes for kind in (route.request, route.reply, route.event, route.error)]
     kinds = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
     _, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    requests = {"model": {"enum": [model]}} | _NARROWER
+    for struct, component in components.items():
+        for name, schema in component.get("properties", {}).items():
+            if not hasattr(s, struct):
+                _narrow(schema, requests.get(f"{struct}.{name}") or requests.get(name) or {})
     paths: dict[str, Any] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
     info = {"title": "asyncllm", "version": version, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}}
     return {"openapi": OPENAPI, "info": info, "paths": paths, "components": {"schemas": components}}
+
+
+def _narrow(schema: dict[str, Any], limits: dict[str, Any]) -> None:
+    """A field's schema, or the one of its alternatives that is not null."""
+    alternatives = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
+    if limits and len(alternatives) == 1:
+        alternatives[0].update(limits)
 
 
 def _operation(route: Route) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from asyncllm.server.app import build_app
 from asyncllm.wire import schemas
-from asyncllm.wire.openapi import ROUTES, document
+from asyncllm.wire.openapi import _NARROWER, ROUTES, document
 
 from .conftest import CHAT, HI, MODEL, TEXT, Serve
 
@@ -32,10 +32,22 @@ async def test_it_is_served_and_valid(serve: Serve) -> None:
     validator = pytest.importorskip("openapi_spec_validator")
     async with serve() as served:
         status, body = await served.get("/openapi.json")
-    assert (status, body) == (200, json.loads(json.dumps(document(body["info"]["version"]))))
+    assert (status, body) == (200, json.loads(json.dumps(document(body["info"]["version"], MODEL))))
     validator.validate(body)
     ids = [operation["operationId"] for path in body["paths"].values() for operation in path.values()]
     assert len(set(ids)) == len(ids) == len(ROUTES)
+
+
+def test_limits_stand_where_they_are_checked() -> None:
+    schemas_of = document("1", MODEL)["components"]["schemas"]
+    limits = {"type": "number", "minimum": 0, "maximum": 2}
+    for name in ("ChatRequest", "CompletionRequest", "ResponseRequest", "MessagesRequest"):
+        assert schemas_of[name]["properties"]["temperature"]["anyOf"][0] == limits
+        assert schemas_of[name]["properties"]["model"]["anyOf"][0]["enum"] == [MODEL]
+    told = json.dumps(schemas_of)
+    for field in _NARROWER:
+        struct, _, name = field.rpartition(".")
+        assert f'"{name}"' in told and (not struct or name in schemas_of[struct]["properties"]), field
 
 
 def as_said(body: Any, kind: Any) -> None:
