@@ -20,7 +20,7 @@ _TILE = tl.constexpr(2048)
 
 
 @triton.jit
-def _key_of(x):
+def key_of(x):
     """Order-preserving: a larger logit has a larger key; -0.0 is 0.0."""
     bits = (x.to(tl.float32) + 0.0).to(x.dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return tl.where(bits >= 0x8000, 0xFFFF - bits, bits + 0x8000)
@@ -59,7 +59,7 @@ def _histogram(
     )
     if active:
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        key = _key_of(tl.load(logits + row * vocab + i, mask=i < num_tokens, other=0.0))
+        key = key_of(tl.load(logits + row * vocab + i, mask=i < num_tokens, other=0.0))
         tl.atomic_add(counts + row * 65536 + key, 1, mask=i < num_tokens, sem="relaxed")
 
 
@@ -130,7 +130,7 @@ def _cut(
             while found < cut_kept:
                 i = block * BLOCK + tl.arange(0, BLOCK)
                 x = tl.load(logits + row * vocab + i, mask=i < num_tokens, other=0.0)
-                equal = ((i < num_tokens) & (_key_of(x) == cut_key)).to(tl.int32)
+                equal = ((i < num_tokens) & (key_of(x) == cut_key)).to(tl.int32)
                 rank = found + tl.cumsum(equal, 0)
                 last_id = tl.where(
                     found + tl.sum(equal, 0) >= cut_kept,

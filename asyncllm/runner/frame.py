@@ -4,12 +4,13 @@ GPU thread. It never knows kernels' insides, models or streams.
 
 A packed entry, int32, dense:
     header [HEADER] | last token of each row that draws [max_rows] | slots [T] | positions [T]
-    | table places, values [2, num_writes] | banned rows, ids [2, num_banned]
+    | table places, values [2, num_writes]
 T is the step's padded number of tokens. Padding has slot 0, position 0; padding rows draw greedily for slot 0.
 What a decode step sends is its slots and starts, and a page here and there: all else is on the device.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +21,10 @@ from ..config import EngineConfig
 from ..device.base import Device
 from ..engine.batch import Batch, NewRow
 from . import kernels as k
+from .penalties import BIAS_VALUES, MAX_SPELLINGS, MAX_STOPS, NUM_RULES, STOPS, WORD_IDS, WORDS
+from .ranking import WIDTH
 from .sampler import TINIEST
-from .state import OUTPUT_RING, SlotSampling
+from .state import OUTPUT_RING
 
 Int32 = NDArray[np.int32]
 
@@ -31,10 +34,23 @@ class Kind(NamedTuple):
 
     sample: bool = False
     cut: bool = False  # top_k, top_p or min_p
-    ban: bool = False  # stop ids before min_tokens
+    shape: bool = False  # biases, allowed ids, bad words, stop ids before min_tokens, penalties
+    rank: bool = False  # log probabilities
+
+    @classmethod
+    def of(cls, uses: int) -> "Kind":
+        """Of SAMPLES, CUTS, SHAPES and RANKS together. With the latter two the others come along: kernels that find
+        no row of theirs cost less than graphs of every combination."""
+        more = uses >= SHAPES
+        return cls(more or uses > 0, more or bool(uses & CUTS), bool(uses & SHAPES), bool(uses & RANKS))
 
     def __str__(self) -> str:
         return "+".join(name for name, on in self._asdict().items() if on) or "greedy"
+
+
+SAMPLES, CUTS, SHAPES, RANKS = 1, 2, 4, 8
+KIND_OF = tuple(Kind.of(uses) for uses in range(16))
+KINDS = tuple(Kind.of(uses) for uses in (0, SAMPLES, SAMPLES | CUTS, SHAPES, RANKS, SHAPES | RANKS))
 
 
 class Shape(NamedTuple):
@@ -51,12 +67,13 @@ class Packed(NamedTuple):
     num_decodes: int  # leading rows of one token
     num_rows: int  # that want a token
     kind: Kind
+    order: NDArray[np.intp]  # of the decode rows: their tokens stand in the step by it
 
 
 class Frame:
     """Device tables and the running step's arrays."""
 
-    def __init__(self, device: Device, config: EngineConfig, ring: int) -> None:
+    def __init__(self, device: Device, config: EngineConfig, ring: int, num_tokens: int) -> None:
         num_slots = config.max_running + 1
         self.max_rows = config.max_running
         self.max_len = config.max_model_len + 1  # a step launched ahead of a finish draws one token too many
@@ -66,13 +83,18 @@ class Frame:
         self.head = k.HEADER + self.max_rows
         # Room for the longest prompt twice over, or 64 pages for every slot; Packer raises TooLong beyond.
         self.entry_len = self.head + 2 * self.max_tokens + max(4 * self.max_len, 2 * num_slots * 64) + 4096
-        parts = [num_slots * self.max_len, num_slots * self.max_pages, num_slots * k.NUM_PARAMS]
-        self.table_at, self.params_at = parts[0], parts[0] + parts[1]
+        num_words = -(-num_tokens // 32)
+        widths = (self.max_len, self.max_pages, k.NUM_PARAMS, NUM_RULES, num_words)
+        parts = [num_slots * width for width in widths]
+        self.table_at, self.params_at, self.rules_at, self.allowed_at = np.cumsum(parts[:-1]).tolist()
         self.state = device.zeros((sum(parts),), torch.int32)  # one allocation, so that one list of writes serves all
-        pool, table, params = torch.split(self.state, parts)
+        pool, table, params, rules, allowed = torch.split(self.state, parts)
         self.token_pool = pool.view(num_slots, self.max_len)
         self.page_table = table.view(num_slots, self.max_pages)
         self.params = params.view(num_slots, k.NUM_PARAMS)  # what each slot samples by
+        self.rules = rules.view(num_slots, NUM_RULES)
+        self.allowed = allowed.view(num_slots, num_words)
+        self.counts = device.zeros((num_slots, num_tokens), torch.int32)  # of slots that penalise
         self.ring = device.zeros((ring, self.entry_len), torch.int32)
         self.counter = device.zeros((1,), torch.int32)  # steps whose forward has begun: the ring's place
         self.meta = device.zeros((self.head,), torch.int32)
@@ -82,6 +104,7 @@ class Frame:
         self.tables = device.zeros((self.max_rows, self.max_pages), torch.int32)  # of the step's decode rows
         self.seq_lens = device.zeros((self.max_rows,), torch.int32)
         self.outputs = device.zeros((OUTPUT_RING, self.max_rows), torch.int32)
+        self.ranked = device.zeros((OUTPUT_RING, self.max_rows, WIDTH), torch.int32)  # log probabilities, by ranking.py
 
     def __repr__(self) -> str:
         return f"Frame({self.max_rows} rows, {self.max_tokens} tokens, {self.max_pages} pages a slot)"
@@ -98,25 +121,26 @@ class Packer:
         self._frame = frame
         self._num_tokens = num_tokens
         num_slots = frame.max_rows + 1
-        self._sampling = SlotSampling(num_slots)  # for what the host must know: the stop ids to ban
-        self._may_ban: set[int] = set()  # slots that came with min_tokens
-        self._kinds = np.zeros(num_slots, np.int8)  # 1: samples, 2: and filters
+        self._uses = np.zeros(num_slots, np.int8)  # SAMPLES, CUTS, SHAPES, RANKS
+        self.num_top = np.full(num_slots, -1)  # alternatives that a slot asks for; -1: no log probabilities at all
         self._arange = np.arange(frame.max_rows, dtype=np.int32)
+        self._arange_tokens = np.arange(frame.max_tokens, dtype=np.int32)
         # Of the last step in which every row decoded: the next one mostly has the same rows.
         self._last_slots: Int32 = np.zeros(0, np.int32)
         self._last_order: NDArray[np.intp] = np.zeros(0, np.intp)
-        self._last_kind = 0
+        self._last_uses = 0
 
     def note(self, batch: Batch) -> None:
         """Remember what the host must know of the step's new rows."""
         self._last_slots = self._last_slots[:0]
-        self._sampling.write(batch.new_rows)
         for row in batch.new_rows:
             filters = row.top_k > 0 or row.top_p < 1 or row.min_p > 0
-            self._kinds[row.slot] = 0 if row.temperature <= 0 else 2 if filters else 1
-            self._may_ban.discard(row.slot)
-            if row.stop_ids and row.min_len > len(row.token_ids):
-                self._may_ban.add(row.slot)
+            uses = 0 if row.temperature <= 0 else SAMPLES | CUTS if filters else SAMPLES
+            if row.shaping is not None or (row.stop_ids and row.min_len > len(row.token_ids)):
+                uses |= SHAPES
+            if row.num_logprobs >= 0:
+                uses |= RANKS
+            self._uses[row.slot], self.num_top[row.slot] = uses, row.num_logprobs
 
     def pack(self, batch: Batch, entry: Int32, shape: Shape, num_decodes: int, num_rows: int) -> Packed:
         """Fill an entry. num_decodes: leading rows of one token; num_rows: those that draw.
@@ -129,10 +153,10 @@ class Packer:
         token_slots, token_positions = entry[head : head + num_tokens], entry[head + num_tokens : head + 2 * num_tokens]
         count = num_decodes
         if everyone and not shape.has_prefill:
-            order, kind = self._same_rows(batch)
+            order, uses = self._same_rows(batch)
         else:
             order = decode_order(batch.starts[:count])
-            kind = int(self._kinds[batch.slots[batch.wants_token]].max()) if num_rows else 0
+            uses = int(np.bitwise_or.reduce(self._uses[batch.slots[batch.wants_token]])) if num_rows else 0
         token_slots[:count], token_positions[:count] = batch.slots[order], batch.starts[order]
         rows = entry[k.HEADER : k.HEADER + num_rows]
         last: Int32
@@ -154,16 +178,23 @@ class Packer:
             rows[:] = last[batch.wants_token]
         token_slots[count:], token_positions[count:] = 0, 0
         used, num_writes = self._pack_writes(batch, entry, head + 2 * num_tokens)
-        used, num_banned = self._pack_banned(batch, entry, used)
-        entry[: k.NUM_ROWS + 1] = (num_tokens, num_decodes, batch.step % OUTPUT_RING, num_writes, num_banned, num_rows)
-        return Packed(used, num_decodes, num_rows, Kind(kind > 0, kind == 2, num_banned > 0))
+        entry[: k.NUM_ROWS + 1] = (num_tokens, num_decodes, batch.step % OUTPUT_RING, num_writes, num_rows)
+        return Packed(used, num_decodes, num_rows, KIND_OF[uses], order)
 
     def _same_rows(self, batch: Batch) -> tuple[NDArray[np.intp], int]:
-        """Order and kind; those of the last step where it had the same rows, which have all come one token further."""
+        """Order and uses; those of the last step where it had the same rows, which have all come one token further."""
         if not np.array_equal(batch.slots, self._last_slots):
             self._last_slots, self._last_order = batch.slots, decode_order(batch.starts)
-            self._last_kind = int(self._kinds[batch.slots].max())
-        return self._last_order, self._last_kind
+            self._last_uses = int(np.bitwise_or.reduce(self._uses[batch.slots]))
+        return self._last_order, self._last_uses
+
+    def token_places(self, batch: Batch, packed: Packed) -> list[NDArray[np.int32]]:
+        """Where the tokens of the batch's `scored` stand in the step: decode rows go by their own order."""
+        last = np.cumsum(batch.lengths, dtype=np.int32) - np.int32(1)
+        last[packed.order] = self._arange[: len(packed.order)]
+        begins = last - batch.lengths + 1 - batch.starts
+        steps = self._arange_tokens
+        return [begins[row] + first + steps[:length] for row, first, length, _ in batch.scored]
 
     def writes(self, batch: Batch) -> list[tuple[Int32, Int32]]:
         """(places in the state, values): the step's new rows and page-table deltas."""
@@ -173,7 +204,10 @@ class Packer:
             first = row.slot * frame.max_len
             lists.append((np.arange(first, first + len(row.token_ids), dtype=np.int32), row.token_ids))
             first = frame.params_at + row.slot * k.NUM_PARAMS
-            lists.append((np.arange(first, first + k.NUM_PARAMS, dtype=np.int32), _params(row)))
+            stops = np.array([i for i in row.stop_ids if 0 <= i < self._num_tokens], np.int32)
+            lists.append((np.arange(first, first + k.NUM_PARAMS, dtype=np.int32), _params(row, len(stops))))
+            if len(stops) or row.shaping is not None:
+                lists += self._rules(row, stops)
         if len(deltas := batch.page_deltas):
             lists.append((deltas[:, 0] * np.int32(frame.max_pages) + deltas[:, 1] + frame.table_at, deltas[:, 2]))
         return lists
@@ -192,23 +226,34 @@ class Packer:
             at = end
         return used + 2 * num_writes, num_writes
 
-    def _pack_banned(self, batch: Batch, entry: Int32, used: int) -> tuple[int, int]:
-        if not self._may_ban:
-            return used, 0
-        wanting = batch.wants_token
-        slots = batch.slots[wanting].astype(np.int64)
-        positions = (batch.starts + batch.lengths)[wanting].astype(np.int64)
-        banned = self._sampling.banned(slots, positions, self._num_tokens)
-        if banned is None:
-            return used, 0
-        count = len(banned)
-        _check_room(entry, used + 2 * count)
-        entry[used : used + count] = banned // self._num_tokens
-        entry[used + count : used + 2 * count] = banned % self._num_tokens
-        return used + 2 * count, count
+    def _rules(self, row: NewRow, stops: Int32) -> Iterator[tuple[Int32, Int32]]:
+        """The stretches of a slot's rules that its row uses; what is beyond their numbers is never read."""
+        assert len(stops) <= MAX_STOPS, "a model with hundreds of EOS ids"
+        stretches = [(STOPS, stops)]
+        if (shaping := row.shaping) is not None:
+            lengths = np.array([len(word) for word in shaping.bad], np.int32)
+            stretches += [
+                (0, shaping.bias_ids), (BIAS_VALUES, shaping.biases.view(np.int32)),
+                (WORDS, np.cumsum(lengths, dtype=np.int32) - lengths), (WORDS + MAX_SPELLINGS, lengths),
+                (WORD_IDS, np.array([token_id for word in shaping.bad for token_id in word], np.int32)),
+            ]  # fmt: skip
+            if shaping.allowed is not None:
+                yield self._allowed(row.slot, shaping.allowed)
+        first = self._frame.rules_at + row.slot * NUM_RULES
+        for at, values in stretches:
+            if len(values):
+                yield np.arange(first + at, first + at + len(values), dtype=np.int32), values
+
+    def _allowed(self, slot: int, ids: Int32) -> tuple[Int32, Int32]:
+        num_words = self._frame.allowed.shape[1]
+        bits = np.zeros(32 * num_words, np.uint8)
+        bits[ids] = 1
+        first = self._frame.allowed_at + slot * num_words
+        words = np.packbits(bits, bitorder="little").view(np.int32)
+        return np.arange(first, first + num_words, dtype=np.int32), words
 
 
-def _params(row: NewRow) -> Int32:
+def _params(row: NewRow, num_stops: int = 0) -> Int32:
     params = np.zeros(k.NUM_PARAMS, np.int32)
     temperature = min(max(row.temperature, TINIEST), np.finfo(np.float32).max) if row.temperature > 0 else 0.0
     log_min_p = math.log(row.min_p) if row.min_p > 0 else -math.inf
@@ -217,6 +262,13 @@ def _params(row: NewRow) -> Int32:
     # The low word first: every host of a CUDA device is little-endian.
     params[[k.SEED_LOW, k.SEED_HIGH]] = np.array([row.seed & (2**64 - 1)], np.uint64).view(np.int32)
     params[k.TOP_K] = max(row.top_k, 0)
+    params[[k.MIN_LEN, k.NUM_STOPS]] = row.min_len, num_stops
+    params[[k.KNOWN_LEN, k.NUM_TOP]] = len(row.token_ids), row.num_logprobs + 1
+    if (shaping := row.shaping) is not None:
+        floats = np.array([shaping.presence, shaping.frequency, shaping.repetition], np.float32)
+        params[[k.PRESENCE, k.FREQUENCY, k.REPETITION]] = floats.view(np.int32)
+        params[[k.COUNTS, k.RESTRICTED]] = shaping.counts, shaping.allowed is not None
+        params[[k.PROMPT_LEN, k.NUM_BIASES, k.NUM_WORDS]] = shaping.prompt_len, len(shaping.biases), len(shaping.bad)
     return params
 
 

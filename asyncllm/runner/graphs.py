@@ -4,7 +4,7 @@ GPU thread. It never waits for the device inside launch and never knows requests
 
 Beside ModelRunner because every line of its step differs: fixed places instead of fresh tensors, padding to buckets
 instead of exact sizes, one packed int32 entry that the graph's first kernel unpacks instead of one view an array.
-What they share (models, loader, SlotSampling, the sampler's numbers, Device) they share as functions and values.
+What they share (models, loader, the sampler's numbers, Device) they share as functions and values.
 
 Streams: see device/cuda.py. Here, beside those edges: a ring entry is overwritten (schedule stream) only after the
 step that read it (event `done`); `outputs` of step N are overwritten by step N + 4, launched after N was committed.
@@ -28,22 +28,21 @@ from ..attention.flashinfer import PagedAttention
 from ..attention.kernels import cos_sin_table
 from ..config import EngineConfig
 from ..device.cuda import RING, CudaDevice, Driver, fatal
-from ..engine.batch import Batch, StepResult
+from ..engine.batch import Batch
 from ..models.config import ModelConfig
 from ..models.fused import MIN_ROWS, Buffers, FusedDecoder
 from ..models.layers import Decoder, RMSNorm, RotaryTable
 from . import kernels as k
-from .cutoff import NUM_KEYS, find_cuts
-from .frame import Frame, Kind, Packed, Packer, Shape, TooLong, leading_ones
+from .frame import KINDS, Frame, Kind, Packed, Packer, Shape, TooLong, leading_ones
+from .graph_step import GraphStep, More
+from .penalties import recount
+from .ranking import WIDTH
 from .state import OUTPUT_RING
+from .tails import Tail
 
 log = logging.getLogger(__name__)
 
 Run = Callable[[], None]
-
-POLL_S = 50e-6
-
-KINDS = (Kind(), Kind(sample=True), Kind(sample=True, cut=True))
 
 
 def row_buckets(most: int) -> list[int]:
@@ -85,24 +84,6 @@ def bucket(size: int, buckets: Sequence[int]) -> int:
     return buckets[bisect_left(buckets, size)]
 
 
-class GraphStep:
-    """A step's tokens on their way to the host."""
-
-    def __init__(self, step: int, driver: Driver, copied: int, host: NDArray[np.int32]) -> None:
-        self._step, self._driver, self._copied, self._host = step, driver, copied, host
-
-    def ready(self) -> bool:
-        try:
-            return self._driver.is_over(self._copied)
-        except RuntimeError as error:
-            raise fatal(error) or error from error
-
-    def result(self) -> StepResult:
-        while not self.ready():  # the engine polls before it asks
-            time.sleep(POLL_S)
-        return StepResult(step=self._step, token_ids=self._host.copy())
-
-
 class GraphRunner:
     """Made by build_graph_runner(); warm_up(), then use_pages(), then capture(), then launch()."""
 
@@ -111,25 +92,15 @@ class GraphRunner:
         windows: Sequence[int | None],
     ) -> None:  # fmt: skip
         self._model, self._device, self._num_tokens = model, device, num_tokens
-        self._frame = frame = Frame(device, config, RING)
+        self._frame = frame = Frame(device, config, RING, num_tokens)
         self._packer = Packer(frame, num_tokens)
         dtype = model.decoder.embedding.dtype
         self._heads = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
         num_heads, num_kv_heads, head_dim = self._heads
-        vocab = model_config.vocab_size
         self._buffers = model.buffers(frame.max_tokens)
         self._q = device.zeros((frame.max_tokens, num_heads, head_dim), dtype)
         self._attended = device.zeros((frame.max_tokens, num_heads, head_dim), dtype)
-        self._last = device.zeros((frame.max_rows, model.hidden_size), dtype)  # normed, of the rows that draw
-        self._logits = device.zeros((frame.max_rows, vocab), dtype)
-        blocks = -(-num_tokens // k.BLOCK_TOKENS)
-        self._scratch = (
-            device.zeros((frame.max_rows * blocks,), torch.float32),
-            device.zeros((frame.max_rows * blocks,), torch.int32),
-            device.zeros((frame.max_rows * blocks,), torch.float32),
-        )
-        self._cut = (device.zeros((frame.max_rows,), torch.float32), device.zeros((frame.max_rows,), torch.int32))
-        self._counts = device.zeros((frame.max_rows, NUM_KEYS), torch.int32)
+        self._tail = Tail(device, frame, model, self._buffers, model_config.vocab_size, num_tokens)
         rotary = RotaryTable(model_config, torch.float32, device.torch_device, frame.max_len)
         rotation = rotary.at(torch.arange(frame.max_len, device=device.torch_device))
         self._cos_sin = cos_sin_table(rotation.cos, rotation.sin)
@@ -143,9 +114,12 @@ class GraphRunner:
         self._entries = self._host_ring.numpy()
         self._host_outputs = torch.zeros(RING, frame.max_rows, dtype=torch.int32, pin_memory=True)
         self._host_tokens = self._host_outputs.numpy()
-        # The driver takes addresses. All four tensors live as long as the runner and are never reallocated.
+        self._host_ranked = torch.zeros(RING, frame.max_rows, WIDTH, dtype=torch.int32, pin_memory=True)
+        self._host_ranks = self._host_ranked.numpy()
+        # The driver takes addresses. All of these tensors live as long as the runner and are never reallocated.
         self._ring_ptr, self._host_ring_ptr = frame.ring.data_ptr(), self._host_ring.data_ptr()
         self._outputs_ptr, self._host_outputs_ptr = frame.outputs.data_ptr(), self._host_outputs.data_ptr()
+        self._ranked_ptr, self._host_ranked_ptr = frame.ranked.data_ptr(), self._host_ranked.data_ptr()
         self._driver = driver = Driver()
         self._sent, self._done, self._copied = ([driver.new_event() for _ in range(RING)] for _ in range(3))
         streams = device.schedule_stream, device.engine_stream, device.copy_stream
@@ -180,7 +154,10 @@ class GraphRunner:
         decodes = min(frame.max_rows, frame.max_tokens)
         self._forward(Shape(frame.max_tokens, decodes, True, True))
         for kind in KINDS:
-            self._tail(frame.max_rows, kind._replace(ban=True))
+            self._tail.run(frame.max_rows, kind)
+        nothing = torch.zeros(1, dtype=torch.int32, device=frame.state.device)  # slot 0, or token 0 of the step
+        self._tail.score(nothing, 0, 0, 0)
+        recount(nothing, frame.params, frame.token_pool, frame.counts, 1)
         self._device.synchronize()
 
     def use_pages(self, num_pages: int) -> None:
@@ -202,7 +179,7 @@ class GraphRunner:
                 self._forwards[shape] = self._captured(partial(self._forward, shape), pool)
                 bar.update()
             for key in tails:
-                self._tails[key] = self._captured(partial(self._tail, *key), pool)
+                self._tails[key] = self._captured(partial(self._tail.run, *key), pool)
                 bar.update()
         self._device.synchronize()
         log.info("captured %d graphs in %.1f s", len(shapes) + len(tails), time.monotonic() - began_s)
@@ -227,7 +204,6 @@ class GraphRunner:
         for size in reversed([size for size in self._row_buckets if size <= self._max_graph_rows]):
             for kind in KINDS:
                 yield size, kind
-                yield size, kind._replace(ban=True)
 
     def _captured(self, run: Run, pool: Any) -> Run:
         """The run as one call."""
@@ -284,7 +260,10 @@ class GraphRunner:
             self.on_step(batch.step, "begin")
         self._run_forward(shape)
         self._count += 1
-        return self._finish(batch.step, entry, packed)
+        if batch.new_rows:
+            self._recount(batch)
+        scored = self._score(batch, packed) if batch.scored else ()
+        return self._finish(batch, entry, packed, scored)
 
     def _shape_of(self, batch: Batch, num_decodes: int) -> Shape:
         if num_decodes == batch.num_rows:
@@ -332,33 +311,79 @@ class GraphRunner:
         else:
             self._run_eagerly(self._forward, shape)
 
-    def _finish(self, step: int, entry: int, packed: Packed) -> GraphStep:
-        driver, count = self._driver, packed.num_rows
+    def _finish(self, batch: Batch, entry: int, packed: Packed, scored: tuple[Tensor, ...]) -> GraphStep:
+        step, driver, count = batch.step, self._driver, packed.num_rows
         if count:
             key = self._padded_rows[count], packed.kind
             if (run := self._tails.get(key)) is not None:
                 run()
             else:
-                self._run_eagerly(self._tail, *key)
+                self._run_eagerly(self._tail.run, *key)
         driver.record(self._done[entry], self._engine_stream)
         if self.on_step is not None:
             self.on_step(step, "end")
         driver.wait(self._copy_stream, self._done[entry])
         width = 4 * self._frame.max_rows
+        more = None
         if count:
             source = self._outputs_ptr + step % OUTPUT_RING * width
             driver.copy_out(self._host_outputs_ptr + entry * width, source, 4 * count, self._copy_stream)
+        if scored or (count and packed.kind.rank):
+            more = self._copy_more(batch, entry, packed, scored)
         driver.record(self._copied[entry], self._copy_stream)
-        return GraphStep(step, driver, self._copied[entry], self._host_tokens[entry, :count])
+        return GraphStep(step, driver, self._copied[entry], self._host_tokens[entry, :count], more)
+
+    def _copy_more(self, batch: Batch, entry: int, packed: Packed, scored: tuple[Tensor, ...]) -> More:
+        """Copies of what is told of tokens; rare, so by torch's own calls where the driver's would not fit."""
+        count, width = packed.num_rows, 4 * self._frame.max_rows * WIDTH
+        num_top = self._packer.num_top[batch.slots[batch.wants_token]]
+        asking = np.flatnonzero(num_top >= 0)
+        if len(asking):
+            source = self._ranked_ptr + batch.step % OUTPUT_RING * width
+            driver_args = self._host_ranked_ptr + entry * width, source, 4 * WIDTH * count, self._copy_stream
+            self._driver.copy_out(*driver_args)
+        hosts = tuple([torch.empty(rows.shape, dtype=torch.int32, pin_memory=True) for rows in scored])
+        with torch.cuda.stream(self._device.copy_stream):
+            for host, rows in zip(hosts, scored, strict=True):
+                host.copy_(rows, non_blocking=True)
+        return More(
+            ranked=self._host_ranks[entry, :count] if len(asking) else None,
+            asking=asking,
+            num_top=int(num_top.max()) if len(asking) else 0,
+            scored=tuple([host.numpy() for host in hosts]),
+            wide=tuple([num_top for _, _, _, num_top in batch.scored]),
+            held=(*hosts, *scored),
+        )
+
+    def _recount(self, batch: Batch) -> None:
+        """Where a slot penalises, its new text is counted; eagerly, for rows are admitted and resumed now and then."""
+        rows = [row for row in batch.new_rows if row.shaping is not None and row.shaping.counts]
+        if rows:
+            frame, longest = self._frame, max([len(row.token_ids) for row in rows])
+            slots = self._put(np.array([row.slot for row in rows], np.int32))
+            self._run_eagerly(recount, slots, frame.params, frame.token_pool, frame.counts, longest)
+
+    @torch.inference_mode()
+    def _score(self, batch: Batch, packed: Packed) -> tuple[Tensor, ...]:
+        """[n, WIDTH] of each stretch of prompt, device."""
+        places = self._packer.token_places(batch, packed)
+        return tuple(
+            [
+                self._tail.score(self._put(at), int(batch.slots[row]), first + 1, num_top)
+                for at, (row, first, _, num_top) in zip(places, batch.scored, strict=True)
+            ]
+        )
+
+    def _put(self, array: NDArray[np.int32]) -> Tensor:
+        # torch's pinned allocator reuses no block before the copies that were made from it are over.
+        return torch.from_numpy(array).pin_memory().to(self._frame.state.device, non_blocking=True)
 
     @torch.inference_mode()
     def _write_directly(self, batch: Batch) -> None:
         """A step's writes to the tables that no ring entry holds: rare, long prompts admitted together."""
         places, values = (np.concatenate(arrays) for arrays in zip(*self._packer.writes(batch), strict=True))
-        # torch's pinned allocator reuses no block before the copies that were made from it are over.
-        at, new = (torch.from_numpy(array).pin_memory().to(self._frame.state.device, non_blocking=True)
-                   for array in (places.astype(np.int64), values.astype(np.int32)))  # fmt: skip
-        self._frame.state.index_copy_(0, at, new)
+        at, new = self._put(places.astype(np.int32)), self._put(values.astype(np.int32))
+        self._frame.state.index_copy_(0, at.to(torch.int64), new)
 
     # -- what the graphs hold --
 
@@ -387,21 +412,6 @@ class GraphRunner:
             return attended.view(num_tokens, -1)
 
         model.forward(buffers, attend)
-
-    def _tail(self, num_rows: int, kind: Kind) -> None:
-        """Logits of the rows that draw, their draws, and where those go."""
-        frame = self._frame
-        rows, logits = frame.rows[:num_rows], self._logits[:num_rows]
-        where = frame.meta, frame.slots, frame.positions, frame.params
-        self._model.logits(self._buffers, rows, self._last[:num_rows], logits)
-        if kind.ban:
-            k.ban(frame.ring, frame.counter, logits, frame.head)
-        if kind.cut:
-            find_cuts(*where, logits, self._counts, self._cut, self._num_tokens)
-        k.draw(
-            *where, logits, self._num_tokens, self._scratch, frame.outputs, frame.token_pool,
-            self._cut if kind.cut else None, sample=kind.sample,
-        )  # fmt: skip
 
 
 def build_graph_runner(

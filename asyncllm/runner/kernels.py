@@ -3,7 +3,7 @@
 GPU thread. They never know a model; the sampler's numbers are sampler.py's, draw for draw.
 
 A step's arrays travel packed in one int32 entry, dense, in the order of Packer (frame.py):
-header | rows | slots | positions | table writes | banned places.
+header | rows | slots | positions | table writes.
 """
 
 # mypy: ignore-errors
@@ -16,11 +16,13 @@ from torch import Tensor
 from ..models.kernels import enter, pdl
 
 # Places in the header.
-NUM_TOKENS, NUM_DECODES, OUTPUT, NUM_WRITES, NUM_BANNED, NUM_ROWS = range(6)
+NUM_TOKENS, NUM_DECODES, OUTPUT, NUM_WRITES, NUM_ROWS = range(5)
 HEADER = 16
 # What a slot samples by, in the device's table: floats as their bits.
-TEMPERATURE, SEED_LOW, SEED_HIGH, TOP_K, TOP_P, LOG_MIN_P = range(6)
-NUM_PARAMS = 8
+TEMPERATURE, SEED_LOW, SEED_HIGH, TOP_K, TOP_P, LOG_MIN_P, PRESENCE, FREQUENCY, REPETITION = range(9)
+# COUNTS and RESTRICTED are flags; NUM_TOP is one more than the alternatives to report, 0 for no report at all.
+COUNTS, RESTRICTED, PROMPT_LEN, KNOWN_LEN, MIN_LEN, NUM_BIASES, NUM_STOPS, NUM_WORDS, NUM_TOP = range(9, 18)
+NUM_PARAMS = 18
 _UNPACKERS = 128  # programs; each strides over whatever there is
 _H = {"H_TOKENS": NUM_TOKENS, "H_WRITES": NUM_WRITES}
 
@@ -148,26 +150,6 @@ def gather(
 
 
 @triton.jit
-def _ban(ring, counter, logits, entry_len, vocab, RING: tl.constexpr, HEAD: tl.constexpr, H_TOKENS: tl.constexpr,
-         H_WRITES: tl.constexpr, H_BANNED: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
-    # The forward has counted this step already.
-    entry = ring + ((tl.load(counter) - 1) % RING).to(tl.int64) * entry_len
-    banned = entry + HEAD + 2 * (tl.load(entry + H_TOKENS) + tl.load(entry + H_WRITES))
-    num_banned = tl.load(entry + H_BANNED)
-    for begin in range(0, num_banned, PROGRAMS * BLOCK):
-        i = begin + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        row = tl.load(banned + i, mask=i < num_banned, other=0).to(tl.int64)
-        token_id = tl.load(banned + num_banned + i, mask=i < num_banned, other=0)
-        tl.store(logits + row * vocab + token_id, float("-inf"), mask=i < num_banned)
-
-
-def ban(ring: Tensor, counter: Tensor, logits: Tensor, head: int) -> None:
-    """Minus infinity at the step's banned places: (row, token id) pairs at the end of its entry."""
-    _ban[(16,)](ring, counter, logits, ring.shape[1], logits.shape[1], RING=ring.shape[0], HEAD=head, **_H,
-                H_BANNED=NUM_BANNED, BLOCK=128, PROGRAMS=16)  # fmt: skip
-
-
-@triton.jit
 def place_of(meta, slots, positions, row, HEADER_LEN: tl.constexpr, H_ROWS: tl.constexpr):
     """(slot, position) of the token that a row draws; the dummy's (0, 0) for a padding row."""
     live = row < tl.load(meta + H_ROWS)
@@ -260,11 +242,12 @@ def _draw_block(
 
 @triton.jit
 def _draw_row(
-    meta, slots, positions, sampling, best, best_id, largest, outputs, token_pool, max_rows, max_len, num_blocks,
-    P_T: tl.constexpr, NUM_PARAMS: tl.constexpr, H_ROWS: tl.constexpr, HEADER_LEN: tl.constexpr,
-    H_OUTPUT: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    meta, slots, positions, sampling, best, best_id, largest, outputs, token_pool, counts, max_rows, max_len,
+    num_tokens, num_blocks,
+    P_T: tl.constexpr, P_COUNTS: tl.constexpr, NUM_PARAMS: tl.constexpr, H_ROWS: tl.constexpr,
+    HEADER_LEN: tl.constexpr, H_OUTPUT: tl.constexpr, BLOCKS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best of a row's blocks, to the output ring and to the token pool."""
+    """The best of a row's blocks, to the output ring and to the token pool; counted, where the slot counts."""
     enter(PDL)
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
@@ -285,6 +268,10 @@ def _draw_row(
     tl.store(outputs + output * max_rows + row, tl.where(broken, -1, token_id))  # -1: NO_TOKEN
     # The pool takes a harmless id where there is none: the row may be in the next step already.
     tl.store(token_pool + slot * max_len + position, tl.where(broken, 0, token_id))
+    if COUNT:
+        if tl.load(sampling + slot * NUM_PARAMS + P_COUNTS) > 0:
+            count = counts + slot * num_tokens + token_id
+            tl.store(count, tl.load(count) + tl.where(broken, 0, 1))
 
 
 BLOCK_TOKENS = 4096  # of a row's logits a program draws from; 38 programs a row at 151,936
@@ -301,6 +288,7 @@ def draw(
     outputs: Tensor,  # [RING, max_rows] int32, device
     token_pool: Tensor,
     cut: tuple[Tensor, Tensor] | None,  # [max_rows]: least logit kept float32, last id kept at that logit int32
+    counts: Tensor | None = None,  # [num_slots, num_tokens] int32, device
     *,
     sample: bool,
 ) -> None:
@@ -316,7 +304,8 @@ def draw(
         **pdl(), num_warps=4,
     )  # fmt: skip
     _draw_row[(num_rows,)](
-        meta, slots, positions, sampling, best, best_id, largest, outputs, token_pool, outputs.shape[1],
-        token_pool.shape[1], num_blocks, **places, H_OUTPUT=OUTPUT, BLOCKS=triton.next_power_of_2(num_blocks),
+        meta, slots, positions, sampling, best, best_id, largest, outputs, token_pool,
+        outputs if counts is None else counts, outputs.shape[1], token_pool.shape[1], num_tokens, num_blocks, **places,
+        P_COUNTS=COUNTS, H_OUTPUT=OUTPUT, BLOCKS=triton.next_power_of_2(num_blocks), COUNT=counts is not None,
         **pdl(), num_warps=1,
     )  # fmt: skip

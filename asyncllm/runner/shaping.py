@@ -35,7 +35,8 @@ class Shape(NamedTuple):
         """logits: [num_rows, num_tokens], changed in place. counts: [num_slots, num_tokens] int32, device."""
         flat = logits.view(-1)
         if self.bias_at is not None and self.biases is not None:
-            flat.index_add_(0, self.bias_at, self.biases.to(logits.dtype))
+            biased = flat.index_select(0, self.bias_at) + self.biases  # rounded once, as on a GPU
+            flat.index_copy_(0, self.bias_at, biased.to(logits.dtype))
         if self.restricted is not None and self.allowed_at is not None:
             chosen = logits.index_select(0, self.restricted)
             barred = torch.ones_like(chosen, dtype=torch.bool).view(-1).index_fill_(0, self.allowed_at, False)

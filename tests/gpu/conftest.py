@@ -1,6 +1,10 @@
-"""Everything here needs CUDA, Triton and FlashInfer; elsewhere it is skipped, with the reason."""
+"""Everything here needs CUDA, Triton and FlashInfer; elsewhere it is skipped, with the reason.
+
+The tail's kernels run without a GPU as well, in Triton's interpreter: TRITON_INTERPRET=1 pytest tests/gpu.
+"""
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +14,8 @@ import torch
 HERE = Path(__file__).parent
 _MISSING = [name for name in ("triton", "flashinfer") if importlib.util.find_spec(name) is None]
 WHY_NOT = "no CUDA" if not torch.cuda.is_available() else f"no {', '.join(_MISSING)}" if _MISSING else None
-collect_ignore_glob = ["test_*.py"] if WHY_NOT else []
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and "triton" not in _MISSING
+collect_ignore_glob = ["test_[!t]*.py"] if IS_INTERPRETED else ["test_*.py"] if WHY_NOT else []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

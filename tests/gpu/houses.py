@@ -85,7 +85,7 @@ def graph_logits(runner: GraphRunner, driver: Driver, text: list[int], start: in
     seen: list[torch.Tensor] = []
 
     def keep() -> None:
-        seen.append(runner._logits[:1, :VOCAB].float().clone())
+        seen.append(runner._tail.logits[:1, :VOCAB].float().clone())
 
     force(driver, text, start, keep)
     return torch.cat(seen)

@@ -4,15 +4,16 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from asyncllm.engine.batch import NO_TOKEN
+from asyncllm.engine.batch import NO_TOKEN, Scored
 from asyncllm.runner.frame import TooLong
 from asyncllm.runner.graphs import GraphRunner
 from tests.gpu.houses import TINY, graph_runner, needs, no_sync
-from tests.runner.driving import Driver, make_batch, new_row
+from tests.runner.driving import Driver, make_batch, new_row, shaping
 from tests.tiny import EOS_ID, make_checkpoint
 
 SAMPLING: list[dict[str, Any]] = [
@@ -163,6 +164,96 @@ def test_stop_ids_are_banned_below_min_len(pair: Pair) -> None:
         got = [driver.outputs[1][0], driver.step((2, 1, True), (1, 1, True))[1]]
         assert (got == greedy[:2]) is kept
         assert kept or got[1] not in stop_ids
+
+
+SHAPED: list[dict[str, Any]] = [
+    {}, {"temperature": 0.8, "seed": 1, "num_logprobs": 3}, {"shaping": shaping(presence=1.0, repetition=1.4)},
+    {"temperature": 1.0, "seed": 3, "top_p": 0.9, "shaping": shaping({40: 4.0, 41: 5.0}, frequency=0.6)},
+    {"num_logprobs": 20, "shaping": shaping(allowed=np.arange(30, 90, dtype=np.int32), bad=((40, 41), (50,)))},
+]  # fmt: skip
+
+
+def told(runner: GraphRunner, driver: Driver, *rows: tuple[int, int, bool]) -> Any:
+    """A step of the driver, whose result's log probabilities are kept."""
+    results: list[Any] = []
+    launch = runner.launch
+
+    def keep(batch: Any) -> Any:
+        launched = launch(batch)
+        results.append(launched.result())
+        return launched
+
+    runner.launch = keep  # type: ignore[method-assign]
+    try:
+        driver.step(*rows)
+    finally:
+        del runner.launch
+    return results[0].logprobs
+
+
+@pytest.mark.parametrize("batch", [1, 5, 33, 40, 48])
+def test_shaped_and_ranked_rows_equal_eager_ones_and_those_alone(pair: Pair, batch: int) -> None:
+    lengths = [5 + slot % 37 for slot in range(batch)]
+    outputs, ranks = [], []
+    for runner, driver in pair:
+        admit_all(driver, lengths, SHAPED)
+        ranked = []
+        for _ in range(10):
+            with no_sync():
+                ranked.append(told(runner, driver, *((slot, 1, True) for slot in range(1, batch + 1))))
+        outputs.append({slot: driver.outputs[slot] for slot in range(1, batch + 1)})
+        ranks.append(ranked)
+    assert outputs[0] == outputs[1]
+    asking = sum("num_logprobs" in SHAPED[slot % 5] for slot in range(1, batch + 1))
+    for mine, theirs in zip(*ranks, strict=True):
+        assert asking == 0 or len(mine.logprobs) == asking
+        assert asking == 0 or np.array_equal(mine.top_ids, theirs.top_ids)
+        assert asking == 0 or np.isfinite(mine.logprobs).all()
+    runner, driver = pair[0]
+    for slot in range(1, min(batch, 5) + 1):
+        admit_all(driver, lengths[:slot], SHAPED)
+        for _ in range(10):
+            driver.step((slot, 1, True))
+        assert driver.outputs[slot] == outputs[0][slot] or batch > 16, "one bucket: the same kernels"
+
+
+def test_counts_are_those_of_the_text_after_a_resume(pair: Pair) -> None:
+    runner, driver = pair[0]
+    penalties = {"shaping": shaping(frequency=1.0, repetition=1.3, prompt_len=20)}
+    driver.admit(1, prompt(1, 20), **penalties)
+    driver.step((1, 20, True))
+    for _ in range(12):
+        driver.step((1, 1, True))
+    before = runner._frame.counts[1].clone()
+    text = prompt(1, 20) + driver.outputs[1]
+    driver.admit(1, text, **penalties)
+    driver.step((1, len(text) - 1, False))
+    assert torch.equal(runner._frame.counts[1], before)
+
+
+def test_a_prompt_is_scored_however_it_is_cut(pair: Pair) -> None:
+    """In chunks beside decode rows, and in chunks of one token, which the decode kernels compute."""
+    runner, driver = pair[0]
+    text = prompt(3, 90)
+    admit_all(driver, [20, 30], SAMPLING)
+    whole = None
+    for cuts in ([90], [40, 50], [1, 88, 1], [33, 1, 56]):
+        driver.admit(3, text)
+        start, parts = 0, []
+        for cut in cuts:
+            length = min(cut, 89 - start)
+            decodes = [(slot, driver.lengths[slot], 1, True) for slot in (1, 2)]
+            rows = [*decodes, (3, start, cut, start + cut == 90)]
+            batch = make_batch(driver._step, rows, driver._new, driver._deltas)
+            batch = msgspec.structs.replace(batch, scored=(Scored(2, start, length, 3),) if length > 0 else ())
+            driver._step, driver._new, driver._deltas = driver._step + 1, [], []
+            parts += runner.launch(batch).result().scores
+            start += cut
+        logprobs, ids = (np.concatenate([getattr(part, name) for part in parts]) for name in ("logprobs", "top_ids"))
+        assert logprobs.shape == (89,) and ids.shape == (89, 3)
+        if whole is None:
+            whole = logprobs
+        np.testing.assert_allclose(logprobs, whole, atol=0.3)  # bf16: see test_laws for what chunks may differ by
 
 
 def test_more_than_an_entry_holds_is_written_all_the_same(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

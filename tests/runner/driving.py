@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.batch import Batch, NewRow
+from asyncllm.engine.batch import Batch, NewRow, Shaping
 from asyncllm.runner.runner import ModelRunner
 
 
@@ -24,6 +24,11 @@ def new_row(slot: int, token_ids: Sequence[int], **changes: Any) -> NewRow:
         "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "stop_ids": (), "min_len": 0,
     }  # fmt: skip
     return NewRow(slot=slot, token_ids=np.array(token_ids, np.int32), **(values | changes))
+
+
+def shaping(bias: dict[int, float] | None = None, prompt_len: int = 2, **changes: Any) -> Shaping:
+    ids, values = np.array(list(bias or {}), np.int32), np.array(list((bias or {}).values()), np.float32)
+    return Shaping(prompt_len=prompt_len, bias_ids=ids, biases=values, **changes)
 
 
 def make_batch(

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +11,10 @@ from asyncllm.engine.batch import NO_TOKEN, Shaping
 from asyncllm.runner.runner import build_runner
 from asyncllm.runner.scoring import read, score
 from asyncllm.runner.shaping import IN_PROMPT, SlotShaping, counted, stage_recount
-from tests.runner.driving import Driver, engine_config, new_row
+from tests.runner.driving import Driver, engine_config, new_row, shaping
 from tests.tiny import make_checkpoint, num_tokens
 
 VOCAB, MAX_LEN = 40, 64
-
-
-def shaping(prompt_len: int = 2, bias: dict[int, float] | None = None, **changes: Any) -> Shaping:
-    ids, values = np.array(list(bias or {}), np.int32), np.array(list((bias or {}).values()), np.float32)
-    return Shaping(prompt_len=prompt_len, bias_ids=ids, biases=values, **changes)
 
 
 def shaped(logits: torch.Tensor, texts: list[list[int]], shapings: list[Shaping | None]) -> torch.Tensor:
@@ -103,7 +97,7 @@ def test_scores_are_log_softmax_and_rank_equals_by_id(dtype: torch.dtype) -> Non
 def test_a_row_without_any_id_left_ends_alone(tmp_path: Path) -> None:
     config = engine_config(dtype="float64")
     driver = Driver(build_runner(make_checkpoint(tmp_path, "llama", "float64"), config, num_tokens()), config)
-    driver.admit(1, [5, 6, 7], shaping=shaping(3, allowed=np.array([8], np.int32), bad=((8,),)))
+    driver.admit(1, [5, 6, 7], shaping=shaping(prompt_len=3, allowed=np.array([8], np.int32), bad=((8,),)))
     driver.admit(2, [5, 6, 7])
     drawn = driver.step((1, 3, True), (2, 3, True))
     assert drawn[0] == NO_TOKEN and drawn[1] != NO_TOKEN
