@@ -248,6 +248,15 @@ class AsyncLLM:
         terms = _take_terms(fields)
         return self.submit(prompt_ids, _params(params, fields), **terms)
 
+    async def choices(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> list[Stream]:
+        """generate(), for each of `n` choices; or of `best_of`, for the caller to choose from.
+
+        Raises: as `submit_choices`.
+        """
+        prompt_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+        terms = _take_terms(fields)
+        return self.submit_choices(prompt_ids, _params(params, fields), **terms)
+
     async def chat(self, messages: Messages, params: SamplingParams | None = None, **fields: Any) -> Stream:
         """Answer a conversation through the model's chat template; keywords as in `generate`.
 
@@ -640,14 +649,18 @@ class LLM:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **fields: Any
     ) -> list[Completion]:
-        """Complete every prompt, batched as the engine sees fit; answers in the order of the prompts.
+        """Complete every prompt, batched as the engine sees fit; answers in the order of the prompts, `n` to each.
 
         Raises: as AsyncLLM.submit; the first error ends them all.
         """
         if isinstance(prompts, str):
             raise InvalidRequest("prompts must be a list; generate([prompt]) takes one", "prompts")
+        terms = _take_terms(fields)
+        params = _params(params, fields)
+        if params.num_choices > 1:
+            return self._runner.run(self._choose(prompts, params, terms))
         ask = self._llm.generate
-        return self._runner.run(self._gather([partial(ask, prompt, params, **fields) for prompt in prompts]))
+        return self._runner.run(self._gather([partial(ask, prompt, params, **terms) for prompt in prompts]))
 
     def chat(
         self, conversations: Sequence[Messages], params: SamplingParams | None = None, **fields: Any
@@ -655,6 +668,18 @@ class LLM:
         """Answer every conversation through the model's chat template."""
         ask = self._llm.chat
         return self._runner.run(self._gather([partial(ask, messages, params, **fields) for messages in conversations]))
+
+    async def _choose(self, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms) -> list[Completion]:
+        """A choice is a request of its own: as many prompts at a time as the engine takes choices of."""
+        num_choices, n = params.num_choices, params.n
+        if num_choices > n and params.logprobs is None:
+            params = msgspec.structs.replace(params, logprobs=0)
+        limits, answers = self._llm.limits, list[Completion]()
+        most = max(1, (limits.max_running + limits.max_waiting) // num_choices)
+        for i in range(0, len(prompts), most):
+            asked = [await self._llm.choices(prompt, params, **terms) for prompt in prompts[i : i + most]]
+            answers += [await stream.result() for streams in asked for stream in streams]
+        return likeliest(answers, n, num_choices) if num_choices > n else answers
 
     async def _gather(self, requests: list[Callable[[], Awaitable[Stream]]]) -> list[Completion]:
         limits = self._llm.limits
@@ -683,6 +708,16 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def likeliest(answers: list[Completion], num_told: int, num_choices: int) -> list[Completion]:
+    """Of each prompt's choices the best by mean log probability, the best first."""
+    groups = [answers[i : i + num_choices] for i in range(0, len(answers), num_choices)]
+    return [answer for group in groups for answer in sorted(group, key=_mean_logprob, reverse=True)[:num_told]]
+
+
+def _mean_logprob(answer: Completion) -> float:
+    return sum([entry.logprob for entry in answer.logprobs]) / max(1, len(answer.logprobs))
 
 
 def _params(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:

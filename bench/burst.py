@@ -1,4 +1,5 @@
-"""GPU workloads on one engine, one JSON line each: burst-256, one stream, prefill-heavy, shared prefix.
+"""GPU workloads on one engine, one JSON line each: burst-256, one stream, prefill-heavy, shared prefix; and burst-256
+with penalties, or with log probabilities, on all rows.
 
     python -m bench.burst MODEL [--work burst one ...] [--runs 3] [--no-overlap] [--burn] [--option num_pages=900 ...]
 
@@ -19,6 +20,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from asyncllm import build
 from asyncllm import config as configs
@@ -62,7 +65,23 @@ def shared(run: int) -> list[Request]:
     return [Request(prefix + r.prompt_ids, r.params) for r in (request(fresh, 100, 128) for _ in range(256))]
 
 
-WORKS = {"burst": burst, "one": one, "prefill": prefill, "shared": shared}
+def penalties(run: int) -> list[Request]:
+    """burst, with every penalty on every row."""
+    return _with(burst(run), presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1)
+
+
+def logprobs(run: int) -> list[Request]:
+    """burst, with five alternatives beside every token of every row."""
+    return _with(burst(run), logprobs=5)
+
+
+def _with(requests: list[Request], **changes: Any) -> list[Request]:
+    return [r._replace(params=msgspec.structs.replace(r.params, **changes)) for r in requests]
+
+
+WORKS = {
+    "burst": burst, "one": one, "prefill": prefill, "shared": shared, "penalties": penalties, "logprobs": logprobs,
+}  # fmt: skip
 
 
 def request(rng: random.Random, prompt_len: int, max_tokens: int, temperature: float = 0.0) -> Request:

@@ -15,14 +15,14 @@ import msgspec
 from aiohttp import web
 
 from ..errors import AsyncLLMError, InvalidRequest, ModelNotFound
-from ..llm import AsyncLLM, Stream
+from ..llm import AsyncLLM, Stream, likeliest
 from ..types import Completion, SamplingParams
 from ..wire import replies, requests, sse
 from ..wire.messages import template_messages
 from ..wire.replies import Head, Usage
 from ..wire.requests import ChatRequest, CompletionRequest
 from .asking import ask
-from .detailed import ChoiceChunks, DetailedChoice, Prompt, Telling, best, wanted
+from .detailed import ChoiceChunks, DetailedChoice, Prompt, Telling, wanted
 from .events import EventResponse
 from .gate import LLM, read_body
 from .parting import Parting
@@ -123,7 +123,7 @@ def _with_details(dialect: Dialect, telling: Telling) -> Dialect:
 
 def _chosen(answers: list[Completion], num_told: int, num_choices: int) -> list[Completion]:
     """Those to tell, of which only each prompt's first counts the prompt: it was sent once."""
-    told = best(answers, num_told, num_choices) if num_choices > num_told else answers
+    told = likeliest(answers, num_told, num_choices) if num_choices > num_told else answers
     return [
         msgspec.structs.replace(answer, num_prompt_tokens=0, num_cached_tokens=0) if i % num_told else answer
         for i, answer in enumerate(told)

@@ -209,13 +209,3 @@ def _name(llm: AsyncLLM, as_id: bool, token_id: int) -> Token:
         return Token(spelled.decode(), spelled)
     except UnicodeDecodeError:
         return Token("bytes:" + "".join([f"\\x{byte:02x}" for byte in spelled]), spelled)
-
-
-def best(answers: list[Completion], num_best: int, num_choices: int) -> list[Completion]:
-    """Of each prompt's choices the likeliest by mean log probability, the best first."""
-    groups = [answers[i : i + num_choices] for i in range(0, len(answers), num_choices)]
-    return [answer for group in groups for answer in sorted(group, key=_mean_logprob, reverse=True)[:num_best]]
-
-
-def _mean_logprob(answer: Completion) -> float:
-    return sum([entry.logprob for entry in answer.logprobs]) / max(1, len(answer.logprobs))

@@ -11,8 +11,10 @@ from openai import AsyncOpenAI, BadRequestError
 from openai.types import completion_create_params as text_types
 from openai.types.chat import completion_create_params as chat_types
 
+import asyncllm
 from asyncllm import build
 from asyncllm import config as configs
+from asyncllm.errors import InvalidRequest
 from asyncllm.llm import AsyncLLM
 from asyncllm.server.app import listening
 from asyncllm.text.tokenizer import Tokenizer
@@ -365,8 +367,22 @@ async def test_the_engine_in_process_takes_the_same(served: Any) -> None:
     stream = await llm.generate(PROMPT, temperature=0, max_tokens=4, logprobs=1, priority=1, cache_salt="x")
     done = await stream.result()
     assert [entry.token_id for entry in done.logprobs] == list(done.token_ids)
-    choices = llm.submit_choices([5, 6], stream._mailbox.submission.params.__class__(n=3, temperature=1, max_tokens=4))
-    assert len({(await choice.result()).token_ids for choice in choices}) > 1
+    choices = [await stream.result() for stream in await llm.choices([5, 6], n=3, temperature=1, max_tokens=4)]
+    assert len({choice.token_ids for choice in choices}) > 1
+    with pytest.raises(InvalidRequest, match="choices"):
+        await llm.generate(PROMPT, n=2)
+
+
+def test_the_blocking_face_makes_choices_too(folder: Path) -> None:
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 6, "max_tokens": 5}
+    with asyncllm.load(str(folder), device="cpu", threads=1, max_model_len=256, max_waiting=2, max_running=4) as llm:
+        drawn = llm.generate([PROMPT, "One two"], n=4, logprobs=0, **fields)
+        best = llm.generate([PROMPT, "One two"], best_of=4, **fields)
+    assert len(drawn) == 8 and len(best) == 2
+    for i, told in enumerate(best):
+        assert told.text in [answer.text for answer in drawn[4 * i : 4 * i + 4]]
+        means = [sum(entry.logprob for entry in answer.logprobs) / 5 for answer in (told, *drawn[4 * i : 4 * i + 4])]
+        assert means[0] == max(means) or len(told.token_ids) < 5
 
 
 # -- every field that openai's package types --
