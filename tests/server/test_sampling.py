@@ -14,10 +14,12 @@ from openai.types.chat import completion_create_params as chat_types
 import asyncllm
 from asyncllm import build
 from asyncllm import config as configs
+from asyncllm.client import AsyncClient
 from asyncllm.errors import InvalidRequest
 from asyncllm.llm import AsyncLLM
 from asyncllm.server.app import listening
 from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.types import SamplingParams
 from tests.tiny import make_checkpoint
 
 PROMPT = "The quick brown fox"
@@ -371,6 +373,26 @@ async def test_the_engine_in_process_takes_the_same(served: Any) -> None:
     assert len({choice.token_ids for choice in choices}) > 1
     with pytest.raises(InvalidRequest, match="choices"):
         await llm.generate(PROMPT, n=2)
+
+
+async def test_choices_share_the_computation_of_their_prompt(served: Any) -> None:
+    llm, _ = served
+    streams = llm.submit_choices(list(range(3, 73)), SamplingParams(n=3, max_tokens=3))
+    assert [(await stream.result()).num_cached_tokens for stream in streams] == [0, 64, 64]
+
+
+async def test_our_own_client_passes_every_field(served: Any) -> None:
+    _, openai_client = served
+    async with AsyncClient(str(openai_client.base_url)) as client:
+        told = await client.chat.completions.create(
+            messages=HI, n=2, logprobs=True, top_logprobs=2, seed=1, max_tokens=4, presence_penalty=1, cache_salt="x"
+        )
+        assert [len(choice.logprobs["content"]) for choice in told.choices] == [4, 4]
+        async with client.chat.completions.stream(messages=HI, logprobs=True, max_tokens=4, temperature=0) as stream:
+            final = await stream.get_final_completion()
+        assert len(final.choices[0].logprobs["content"]) == 4
+        echoed = await client.completions.create(prompt=PROMPT, echo=True, logprobs=1, max_tokens=1)
+        assert echoed.choices[0].text.startswith(PROMPT) and echoed.choices[0].logprobs["token_logprobs"][0] is None
 
 
 def test_the_blocking_face_makes_choices_too(folder: Path) -> None:
