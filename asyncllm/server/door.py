@@ -41,12 +41,13 @@ class Doors:
 class Door(web.RequestHandler):
     """aiohttp's protocol of one connection, with a bound on unfinished heads and errors as OpenAI has them."""
 
-    __slots__ = ("_doors", "_head_timer", "_turned_away")
+    __slots__ = ("_are_masked", "_doors", "_head_timer", "_masks", "_turned_away")
 
     def __init__(self, doors: Doors, manager: web.Server, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self._doors = doors
         self._head_timer: asyncio.TimerHandle | None = None
+        self._masks, self._are_masked = Masks(), True
         self._turned_away = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -67,7 +68,13 @@ class Door(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         if self._turned_away:
             return
+        if self._upgraded:
+            self._take_frames(data)
+            return
         super().data_received(data)
+        if self._upgraded:
+            self._masks = Masks()
+            self._are_masked = self._masks.are_set(self._message_tail)
         if self._request_in_progress or self._messages or self._upgraded:
             self._head_came()
         elif data and self._head_timer is None:  # the first bytes of a request on a connection that was idle
@@ -92,6 +99,15 @@ class Door(web.RequestHandler):
         response.force_close()
         return response
 
+    def _take_frames(self, data: bytes) -> None:
+        """Before the upgrade is accepted what comes may be a request, and is: aiohttp keeps it until it knows."""
+        self._are_masked = self._are_masked and self._masks.are_set(data)
+        if self._are_masked or self._payload_parser is None:
+            super().data_received(data)
+        elif self.transport is not None:
+            self.transport.write(_PROTOCOL_ERROR)
+            self.force_close()
+
     def _await_head(self) -> None:
         self._head_timer = self._loop.call_later(self._doors.settings.header_timeout_s, self._give_up)
 
@@ -113,6 +129,43 @@ class Door(web.RequestHandler):
         transport.close()
 
 
+class Masks:
+    """Whether every frame that comes is masked, as RFC 6455 5.1 has it; aiohttp does not look.
+
+    It reads heads of frames, in whatever pieces they arrive, and counts over what is in them.
+    """
+
+    def __init__(self) -> None:
+        self._head = b""
+        self._num_left = 0  # bytes of the frame at hand
+
+    def are_set(self, data: bytes) -> bool:
+        """False from the first head on that says otherwise."""
+        at = min(self._num_left, len(data))
+        self._num_left -= at
+        while at < len(data):
+            self._head += data[at : at + 1]
+            at += 1
+            if len(self._head) < 2:
+                continue
+            if not self._head[1] & 0x80:
+                return False
+            if (length := _frame_len(self._head)) is not None:
+                self._head = b""
+                skipped = min(length, len(data) - at)
+                at, self._num_left = at + skipped, length - skipped
+        return True
+
+
+def _frame_len(head: bytes) -> int | None:
+    """Mask and payload, once the head is whole."""
+    num_extra = {126: 2, 127: 8}.get(head[1] & 0x7F, 0)
+    if len(head) < 2 + num_extra:
+        return None
+    return 4 + (int.from_bytes(head[2:], "big") if num_extra else head[1] & 0x7F)
+
+
+_PROTOCOL_ERROR = b"\x88\x02\x03\xea"  # a close frame of code 1002
 _TOLD = {
     400: ("the request is not valid HTTP/1.1", "invalid_request_error", "malformed_http"),
     408: ("the request's head did not arrive in time", "invalid_request_error", "request_timeout"),
