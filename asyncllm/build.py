@@ -30,6 +30,7 @@ from .engine.scheduler import Scheduler
 from .errors import AsyncLLMError, EngineDead, ModelError
 from .llm import LLM, AsyncLLM
 from .text.chat import ChatTemplate
+from .text.grammars import Grammars, Masker
 from .text.tokenizer import Tokenizer
 from .types import EngineLimits
 
@@ -92,6 +93,7 @@ async def serving(config: Config, fault: str | None = None) -> AsyncIterator[Asy
         chat_template=template,
         model_name=name,
         pace=config.pace,
+        grammars=await asyncio.to_thread(_load_grammars, tokenizer, engine_config, limits),
     ) as llm:
         yield llm
 
@@ -122,6 +124,7 @@ async def running(
             num_pages=num_pages,
             max_step_tokens=config.max_step_tokens,
             prefix_cache=config.prefix_cache,
+            masker=None if llm.grammars is None else Masker(_mask_threads()),
         )
         return Engine(scheduler, runner, inbox, outbox, overlap=config.overlap)
 
@@ -205,6 +208,17 @@ def _is_hub_id(model: str | None) -> bool:
     return model is not None and not Path(model).expanduser().exists()
 
 
+def _load_grammars(tokenizer: Tokenizer, config: EngineConfig, limits: EngineLimits) -> Grammars | None:
+    if config.device == "cuda" and config.attention != "sdpa":
+        return None  # the graphs' tails take no masks yet
+    return Grammars.of(tokenizer, limits.vocab_size)
+
+
+def _mask_threads() -> int:
+    """Half of the cores, eight at most: 256 masks take one core 1.4 ms."""
+    return max(1, min(8, _num_cores() // 2))
+
+
 def _load_words(folder: Path, config: Config) -> tuple[Tokenizer, ChatTemplate | None]:
     template = ChatTemplate.from_folder(
         folder, tool_parser=config.tool_parser, reasoning_parser=config.reasoning_parser
@@ -236,8 +250,12 @@ def _decide(config: Config, folder: Path, tokenizer: Tokenizer) -> tuple[EngineC
     return engine_config, limits
 
 
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _machine(device: str) -> MachineFacts:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = _num_cores()
     gpu = _find_gpu() if device != "cpu" else "not asked for"
     if isinstance(gpu, str):
         if device == "cuda":

@@ -13,7 +13,7 @@ DEVICES = ("auto", "cpu", "cuda")
 ATTENTIONS = ("auto", "fa3", "fa2", "sdpa")
 PacePolicy = Literal["adaptive", "every_step", "gather"]  # when unread text goes out, as pace.py has it
 PACES: tuple[PacePolicy, ...] = get_args(PacePolicy)
-TOOL_PARSERS = ("auto", "none", "hermes", "mistral", "llama3", "json")
+TOOL_PARSERS = ("auto", "none", "hermes", "mistral", "mistral_named", "llama3", "json")
 REASONING_PARSERS = ("auto", "none", "think", "magistral")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 

@@ -29,8 +29,10 @@ from .config import PacePolicy
 from .errors import Aborted, AsyncLLMError, Draining, EngineDead, EngineStuck, InvalidRequest, QueueFull
 from .mailbox import Mailbox
 from .pace import Pace, Reader
-from .text.answer import AnswerParser
+from .text.answer import AnswerForm, AnswerParser
 from .text.chat import ChatTemplate, Ending
+from .text.forcing import forced
+from .text.grammars import Grammar, Grammars
 from .text.stop import StopMatcher
 from .text.tokenizer import Tokenizer, context_too_long
 from .totals import Rate, Totals
@@ -42,6 +44,7 @@ from .types import (
     Delta,
     EngineLimits,
     FinishReason,
+    GrammarSpec,
     Logprob,
     Progress,
     PromptLogprobs,
@@ -57,6 +60,8 @@ Messages = Sequence[dict[str, Any]]
 # Above this many characters a prompt is tokenised in a worker thread: about 1 ms of the loop's time.
 INLINE_CHARS = 2048
 INLINE_MESSAGES = 32
+MAX_COMPILING = 64  # grammars that may wait to be compiled
+COMPILE_S = 15.0  # and how long each waits and is compiled, at most
 PROMPT_END_TOKENS = 16  # hold the tag that opens an answer's reasoning, were each a letter
 # Deltas taken in one go, at 0.7 us each, or three where there are stop strings. Fewer, and at 4,096 rows the
 # flushes between the turns let the engine run half a second ahead.
@@ -184,10 +189,12 @@ class AsyncLLM:
         chat_template: ChatTemplate | None,
         model_name: str,
         pace: PacePolicy = "adaptive",
+        grammars: Grammars | None = None,
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.grammars = grammars
         self.model_name = model_name
         self.created = int(time.time())
         self.dead: AsyncLLMError | None = None
@@ -204,6 +211,9 @@ class AsyncLLM:
         self._empty.set()
         self._busy_since_s = 0.0  # when it was last left idle
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="asyncllm-text")
+        # One grammar at a time, and none of them in the way of a prompt.
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="asyncllm-grammar")
+        self._num_compiling = 0
         self._died = asyncio.Event()
         self._draining_began = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -246,7 +256,7 @@ class AsyncLLM:
         """
         prompt_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
         terms = _take_terms(fields)
-        return self.submit(prompt_ids, _params(params, fields), **terms)
+        return self.submit(prompt_ids, await self.compiled(_params(params, fields)), **terms)
 
     async def choices(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> list[Stream]:
         """generate(), for each of `n` choices; or of `best_of`, for the caller to choose from.
@@ -263,7 +273,8 @@ class AsyncLLM:
         Raises: as `submit`.
         """
         terms = _take_terms(fields)
-        return self.submit(await self.encode_chat(messages), _params(params, fields), **terms)
+        prompt_ids = await self.encode_chat(messages)
+        return self.submit(prompt_ids, await self.compiled(_params(params, fields)), **terms)
 
     # -- the parts --
 
@@ -309,6 +320,41 @@ class AsyncLLM:
         )
         return await self._run(_num_chars([*messages, *(tools or ())]), encode)
 
+    async def compiled(self, params: SamplingParams) -> SamplingParams:
+        """The same, its grammar compiled: in a worker thread, unless it has been lately.
+
+        Raises:
+            InvalidRequest: the grammar is wrong, impossible or too large, and why.
+            QueueFull: too many others are being compiled.
+        """
+        spec = params.grammar
+        if not isinstance(spec, GrammarSpec):
+            return params
+        if self.grammars is None:
+            raise InvalidRequest("this model's tokenizer is of a kind that no grammar can be kept to", spec.param)
+        grammar = self.grammars.find(spec) or await self._compile(self.grammars, spec)
+        return msgspec.structs.replace(params, grammar=grammar)
+
+    async def _compile(self, grammars: Grammars, spec: GrammarSpec) -> Grammar:
+        if self._num_compiling >= MAX_COMPILING:
+            raise QueueFull("too many grammars are being compiled; try again later")
+        self._num_compiling += 1
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                return await self._loop.run_in_executor(self._compiler, grammars.compile, spec)
+        except TimeoutError:
+            raise QueueFull("other grammars are being compiled; try again later") from None
+        finally:
+            self._num_compiling -= 1
+
+    def forced(self, prompt_ids: Sequence[int], spec: GrammarSpec | None, **calls: Any) -> GrammarSpec | None:
+        """What all of an answer behind this prompt must look like; see text/forcing.py."""
+        form = AnswerForm() if self.chat_template is None else self.chat_template.form
+        return forced(form, self.tokenizer.literal, self._end_of(prompt_ids), spec, **calls)
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(prompt_ids[-PROMPT_END_TOKENS:]), skip_special_tokens=False)
+
     def answer_parser(
         self, prompt_ids: Sequence[int], names: frozenset[str] | None = None, **options: bool
     ) -> AnswerParser | None:
@@ -319,8 +365,7 @@ class AsyncLLM:
         """
         if self.chat_template is None:
             return None
-        prompt_end = self.tokenizer.decode(list(prompt_ids[-PROMPT_END_TOKENS:]), skip_special_tokens=False)
-        return self.chat_template.form.parser(prompt_end, names, **options)
+        return self.chat_template.form.parser(self._end_of(prompt_ids), names, **options)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, **terms: Unpack[Terms]) -> Stream:
         """Queue one sequence. Every check happens here, before the engine hears of it.
@@ -462,6 +507,9 @@ class AsyncLLM:
         self._inbox.put(Close())
         self.pace.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        if self.grammars is not None:
+            self.grammars.close()
 
     def died(self, error: AsyncLLMError) -> None:
         """The engine thread is gone: nobody waits for it any more."""

@@ -7,7 +7,7 @@ import enum
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -60,6 +60,36 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B039  (it is frozen)
 
 
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """What an answer must look like, as its request says it.
+
+    kinds: "json" (a JSON schema), "regex", "choice" (a JSON list of strings), "grammar" (Lark or EBNF), and
+    "lark", which is ours.
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar", "lark"]
+    source: str
+    param: str = "grammar"  # of the request: who is to blame if it is wrong
+    frame: str = ""  # Lark around it, where it is called @body
+
+
+class Matcher(Protocol):
+    """How far one answer has come in its grammar. Moved by Masker alone."""
+
+    def is_stopped(self) -> bool:
+        """Whether nothing can follow: the answer is complete, or in error."""
+
+    def is_error(self) -> bool: ...
+
+    def get_error(self) -> str: ...
+
+
+class Grammar(Protocol):
+    """Compiled, and shared by all answers that follow it."""
+
+    def matcher(self) -> Matcher: ...
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request's tokens are chosen and when it ends.
 
@@ -90,7 +120,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()  # never completed by the output
     logprobs: int | None = None  # how many alternatives beside the sampled token
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
-    grammar: Any = None  # not served yet: refused by name
+    grammar: Any = None  # a GrammarSpec, or the Grammar that AsyncLLM.compiled() made of it
 
     @property
     def num_choices(self) -> int:
@@ -114,8 +144,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return next(self._problems(limits), None)
 
     def _problems(self, limits: EngineLimits) -> Iterator[Problem]:
-        if self.grammar is not None:
-            yield Problem("grammar", "'grammar' is not supported by this server yet; leave it out")
         for name, low, high in _RANGES:
             value = getattr(self, name)
             # Written so that NaN fails: `value < low or value > high` lets it pass.

@@ -13,11 +13,12 @@ from asyncllm import build
 from asyncllm.bridge import Deltas as Sent
 from asyncllm.bridge import Inbox, Outbox, Submit
 from asyncllm.config import EngineConfig
-from asyncllm.engine.batch import Batch, StepResult
+from asyncllm.engine.batch import NO_TOKEN, Batch, StepResult
 from asyncllm.engine.loop import Engine
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.llm import AsyncLLM
 from asyncllm.text.chat import ChatTemplate
+from asyncllm.text.grammars import Grammars, Masker
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import Delta, EngineLimits, Progress, SamplingParams, Submission
 
@@ -45,6 +46,8 @@ class ScriptedRunner:
 
     def __init__(self, config: EngineConfig, limits: EngineLimits, next_token: NextToken | None = None) -> None:
         self.next_token = next_token or hash_chain(limits.vocab_size)
+        self.vocab_size = limits.vocab_size
+        self.masks: dict[int, Any] = {}  # of steps that were drawn, by their number
         self.on_launch: Callable[[Batch], None] = lambda batch: None  # may raise
         self.on_result: Callable[[Batch], None] = lambda batch: None  # may raise
         self.batches: list[Batch] = []
@@ -60,9 +63,12 @@ class ScriptedRunner:
         self._results: dict[int, StepResult] = {}
         self._permits: int | None = None  # None: every step may finish
 
-    def launch(self, batch: Batch) -> "ScriptedStep":
+    def launch(self, batch: Batch) -> "ScriptedStep | UndrawnStep":
         self.on_launch(batch)
         self.batches.append(batch)
+        return UndrawnStep(self, batch) if len(batch.masked) else self.enqueue(batch)
+
+    def enqueue(self, batch: Batch) -> "ScriptedStep":
         self._queue.append(batch)
         return ScriptedStep(self, batch)
 
@@ -100,14 +106,19 @@ class ScriptedRunner:
             for position in range(start, start + length):
                 self._kv[self._where(slot, position)] = self._token_pool[slot, position]
         tokens = []
-        for (slot, start, length), wants_token in zip(rows, batch.wants_token, strict=True):
+        masks = dict(zip(batch.masked.tolist(), self.masks.pop(batch.step, ()), strict=True))
+        for row, ((slot, start, length), wants_token) in enumerate(zip(rows, batch.wants_token, strict=True)):
             if wants_token:
-                tokens.append(self._draw(slot, start + length))
+                tokens.append(self._draw(slot, start + length, masks.get(row)))
         return StepResult(step=batch.step, token_ids=np.array(tokens, np.int32))
 
-    def _draw(self, slot: int, position: int) -> int:
+    def _draw(self, slot: int, position: int, mask: Any = None) -> int:
+        """The model's token, or the next higher one (round the vocabulary) that the mask allows."""
         context = [int(self._kv[self._where(slot, i)]) for i in range(position)]
         token = self.next_token(context, int(self._prompt_len[slot]))
+        if mask is not None:
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            token = int(allowed[np.searchsorted(allowed, token) % len(allowed)]) if len(allowed) else NO_TOKEN
         self._token_pool[slot, position] = token
         return token
 
@@ -116,6 +127,16 @@ class ScriptedRunner:
         page = int(self._page_table[slot, column])
         assert page != 0, "a real position on the dummy page"
         return page, offset
+
+
+class UndrawnStep:
+    def __init__(self, runner: ScriptedRunner, batch: Batch) -> None:
+        self._runner, self._batch = runner, batch
+        self.masks = np.zeros((len(batch.masked), -(-runner.vocab_size // 32)), np.int32)
+
+    def draw(self) -> "ScriptedStep":
+        self._runner.masks[self._batch.step] = self.masks
+        return self._runner.enqueue(self._batch)
 
 
 class ScriptedStep:
@@ -210,6 +231,7 @@ class House:
             num_pages=config.num_pages,
             max_step_tokens=config.max_step_tokens,
             prefix_cache=config.prefix_cache,
+            masker=Masker(1),
         )
         self.engine = Engine(self.scheduler, self.runner, self.inbox, self.out, overlap=config.overlap)
 
@@ -242,7 +264,13 @@ async def scripted_llm(
     limits = limits_for(config, tokenizer.vocab_size)
     runner = ScriptedRunner(config, limits, next_token)
     async with build.running(
-        lambda: runner, config, limits, tokenizer=tokenizer, chat_template=template, model_name="scripted"
+        lambda: runner,
+        config,
+        limits,
+        tokenizer=tokenizer,
+        chat_template=template,
+        model_name="scripted",
+        grammars=Grammars.of(tokenizer, limits.vocab_size),
     ) as llm:
         try:
             yield llm, runner

@@ -3,13 +3,16 @@
 GPU thread; numpy only. It never knows tensors, requests or text.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
+
+
+NO_ROWS: Int32 = np.zeros(0, np.int32)
 
 
 class Shaping(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -74,6 +77,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     wants_token: NDArray[np.bool_]  # [num_rows]
     new_rows: tuple[NewRow, ...]
     page_deltas: Int32  # [num_deltas, 3]: page_table[slot, column] = page, applied before the step
+    masked: Int32 = NO_ROWS  # [num_masked], rising: rows whose token a grammar masks; each of them wants one
     scored: tuple[Scored, ...] = ()
 
     @property
@@ -118,11 +122,35 @@ class Launched(Protocol):
         """The step's tokens; waits if need be. Raises what the step raised."""
 
 
+class Undrawn(Protocol):
+    """A step with masked rows: its forward is on its way, its tail waits for the masks."""
+
+    @property
+    def masks(self) -> Int32:
+        """[num_masked, ceil(vocab / 32)]: to be filled before draw(). Bit i of a row: its token may be i."""
+
+    def draw(self) -> Launched:
+        """Enqueue the tail; once."""
+
+
+class Masker(Protocol):
+    """The grammars' side: many rows in one call each."""
+
+    def fill(self, rows: list[tuple[Any, int]], masks: Int32) -> None:
+        """Write the mask of each matcher into its row."""
+
+    def accept(self, tokens: list[tuple[Any, int]]) -> list[bool]:
+        """Move each matcher over its token; False: it does not fit, or cannot be followed."""
+
+
 class Runner(Protocol):
     """The torch side of the GPU thread, as the engine sees it."""
 
-    def launch(self, batch: Batch) -> Launched:
-        """Enqueue one step and return at once. Raises if it could not be enqueued."""
+    def launch(self, batch: Batch) -> Launched | Undrawn:
+        """Enqueue one step, without its tail where rows are masked, and return at once.
+
+        Raises if it could not be enqueued.
+        """
 
     def close(self) -> None:
         """Wait for the device and let its memory go."""

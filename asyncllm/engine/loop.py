@@ -7,10 +7,11 @@ import logging
 import time
 from collections import deque
 from contextlib import suppress
+from typing import cast
 
 from ..bridge import Abort, Close, Finish, Inbox, Outbox, Submit, Update
 from ..errors import EngineDead, OutOfMemory, StepFailed
-from .batch import Batch, Launched, Runner
+from .batch import Batch, Launched, Runner, Undrawn
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Engine:
         self.outbox = outbox
         self._step = self.overlap_step if overlap else self.serial_step
         self._launched: deque[tuple[Batch, Launched]] = deque()
+        self._undrawn: tuple[Batch, Undrawn] | None = None  # newer than those, if there is one
         self._closing = False
         self._shed_at: list[int] = []  # steps that found no memory
         self._step_s: dict[int, float] = {}  # running mean duration, by the bit length of the token count
@@ -59,18 +61,20 @@ class Engine:
     def serial_step(self) -> None:
         """Schedule, launch, wait, commit: the baseline that the overlap must equal token for token."""
         batch = self.scheduler.schedule()
-        if batch is not None and self._launch(batch):
+        if batch is not None and self._launch(batch) and self._draw():
             self._commit_oldest()
 
     def overlap_step(self) -> None:
-        """Schedule and launch N+1, then wait for N and commit it while the device computes N+1.
+        """Schedule and launch N+1, then wait for N and commit it while the device computes N+1. Where rows of
+        N+1 need the masks that N's tokens allow, they are filled meanwhile too, before its tail is launched.
 
         Fill: the first step commits nothing. Drain: without a new step, the last one is committed.
         """
         batch = self.scheduler.schedule()
         launched = batch is not None and self._launch(batch)
-        if len(self._launched) > launched:
+        if len(self._launched) > (launched and self._undrawn is None):
             self._commit_oldest()
+        self._draw()
 
     def _sleep(self) -> None:
         """Nothing to do: until there is a message."""
@@ -96,7 +100,11 @@ class Engine:
 
     def _launch(self, batch: Batch) -> bool:
         try:
-            self._launched.append((batch, self.runner.launch(batch)))
+            step = self.runner.launch(batch)
+            if len(batch.masked):
+                self._undrawn = batch, cast(Undrawn, step)
+            else:
+                self._launched.append((batch, cast(Launched, step)))
         except EngineDead:
             raise
         except Exception as error:
@@ -106,6 +114,22 @@ class Engine:
                 self._fail(batch, error)
             else:
                 log.error("step %d could not be launched either", batch.step, exc_info=error)
+            return False
+        return True
+
+    def _draw(self) -> bool:
+        """Fill the masks that the newest step waits for, if it does, and launch its tail. False if that failed."""
+        if self._undrawn is None:
+            return True
+        self._hand_off()  # the loop has the GIL while masks are filled
+        (batch, undrawn), self._undrawn = self._undrawn, None
+        try:
+            self.scheduler.fill_masks(undrawn.masks)
+            self._launched.append((batch, undrawn.draw()))
+        except EngineDead:
+            raise
+        except Exception as error:
+            self._fail(batch, error)
             return False
         return True
 
@@ -141,7 +165,9 @@ class Engine:
         self._last_end_s = now
 
     def _drain_device(self) -> None:
-        """Let steps launched after a failed one run out; their results mean nothing."""
+        """Let steps launched after a failed one run out; their results mean nothing. One without its tail has none:
+        what its forward writes is overwritten in the stream's order."""
+        self._undrawn = None
         while self._launched:
             batch, launched = self._launched.popleft()
             try:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..bridge import Deltas, EngineStats, Token
 from ..errors import AsyncLLMError, InvalidRequest, QueueFull, TimedOut
 from ..types import Delta, EngineLimits, FinishReason, Logprob, Progress, Submission
-from .batch import NO_TOKEN, Batch, Logprobs, NewRow, Scored, StepResult
+from .batch import NO_ROWS, NO_TOKEN, Batch, Int32, Logprobs, Masker, NewRow, Scored, StepResult
 from .pages import PagePool
 from .progress import Watched
 from .radix import Node, RadixTree
@@ -53,6 +53,7 @@ class Step:
         self.new_rows: list[NewRow] = []
         self.page_deltas: list[tuple[int, int, int]] = []
         self.scored: list[Scored] = []
+        self.masked: list[int] = []  # rows whose tokens a grammar masks
         self.held: set[Sequence] = set()  # sit this step out, so that the next can preempt them
 
     def add(self, sequence: Sequence, length: int) -> None:
@@ -91,6 +92,7 @@ class Step:
             new_rows=tuple(self.new_rows),
             page_deltas=np.array(self.page_deltas, np.int32).reshape(-1, 3),
             scored=tuple(self.scored),
+            masked=np.array(self.masked, np.int32) if self.masked else NO_ROWS,
         )
 
     def _column(self, values: list[int] | list[bool], kind: type[np.generic]) -> NDArray[Any]:
@@ -105,12 +107,20 @@ class Scheduler:
     """Every sequence, page and slot of the engine."""
 
     def __init__(
-        self, limits: EngineLimits, *, page_size: int, num_pages: int, max_step_tokens: int, prefix_cache: bool = True
+        self,
+        limits: EngineLimits,
+        *,
+        page_size: int,
+        num_pages: int,
+        max_step_tokens: int,
+        prefix_cache: bool = True,
+        masker: Masker | None = None,
     ) -> None:
         self.limits = limits
         self.page_size = page_size
         self.max_step_tokens = max_step_tokens
         self.prefix_cache = prefix_cache
+        self._masker = masker
         self.num_preemptions = 0
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(page_size)
@@ -124,6 +134,7 @@ class Scheduler:
         self._num_submitted = 0
         self._num_taken_tokens = self._num_waiting_tokens = 0  # of prompts: ever submitted; never yet admitted
         self._next_patience_s = 0.0
+        self._num_matched = 0  # live sequences that follow a grammar
         self._deadlines: dict[Sequence, float] = {}  # of live sequences that have one
         self._next_deadline_s = math.inf  # no later than the first of them
         self._retired: dict[Sequence, None] = {}  # done, but named by a step in flight
@@ -157,6 +168,7 @@ class Scheduler:
         start = self._turns.start(submission.caller, sequence.prompt_len, submission.max_tokens)
         sequence.rank = submission.priority, start, self._num_submitted
         self._num_waiting_tokens += sequence.prompt_len
+        self._num_matched += sequence.matcher is not None
         self._has_priorities |= submission.priority != 0
         insort(self._waiting, sequence, key=_RANK)
         if submission.wants_progress:
@@ -234,9 +246,28 @@ class Scheduler:
                 del self._stale[sequence]
                 if sequence.slot:  # or its new row is still to come
                     step.new_rows.append(sequence.new_row())
+        if self._num_matched:
+            step.masked = [
+                row for row, sequence in enumerate(step.sequences) if sequence.matcher and step.wants_token[row]
+            ]
         self._num_steps += 1
         self._in_flight.append(step)
         return step.batch()
+
+    def fill_masks(self, masks: Int32) -> None:
+        """Of the newest step, once all before it are committed: what its masked rows may draw.
+
+        A row whose sequence has ended draws what it likes. One whose grammar cannot be followed ends here.
+        """
+        sequences = [self._in_flight[-1].sequences[row] for row in self._in_flight[-1].masked]
+        assert self._masker is not None
+        masks.fill(-1)
+        rows = [(sequence.matcher, i) for i, sequence in enumerate(sequences) if sequence.finish_reason is None]
+        if rows:
+            self._masker.fill(rows, masks)
+        for sequence in sequences:
+            if sequence.finish_reason is None and sequence.matcher is not None and sequence.matcher.is_error():
+                self._end_unmatched(sequence)
 
     def commit(self, result: StepResult) -> None:
         """Apply the oldest step in flight. Tokens of sequences that ended meanwhile are discarded."""
@@ -250,6 +281,8 @@ class Scheduler:
             self._commit_decodes(step.sequences, result.token_ids.tolist(), now)
         else:
             self._commit_rows(step, iter(result.token_ids.tolist()), now)
+        if step.masked:
+            self._accept(step)
         if self._retired:
             for sequence in step.sequences:
                 if not sequence.num_in_flight and sequence in self._retired:
@@ -511,9 +544,13 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         if token_id == NO_TOKEN:
-            error = AsyncLLMError("the model's output for this request was not a number")
             assert sequence.node is not None
             self.tree.lose(sequence.node)  # its pages, and those it read, may hold the reason
+            error = AsyncLLMError(
+                "the model's output for this request was not a number"
+                if sequence.matcher is None
+                else "no token that the grammar allows is left by the request's other parameters"
+            )
             self._end(sequence, FinishReason.ERROR, error=error)
             return
         sequence.append(token_id)
@@ -527,6 +564,24 @@ class Scheduler:
             self._end(sequence, FinishReason.LENGTH, token_ids=(token_id,), logprobs=logprobs)
         else:
             self._deltas.append(sequence.delta((token_id,), logprobs=logprobs))
+
+    def _accept(self, step: Step) -> None:
+        """Move the matchers of the step's sequences over their tokens; an answer that is complete ends."""
+        assert self._masker is not None
+        sequences = [step.sequences[row] for row in step.masked if step.sequences[row].finish_reason is None]
+        tokens = [(sequence.matcher, sequence.output_ids[-1]) for sequence in sequences]
+        accepted = self._masker.accept(tokens) if tokens else []
+        for sequence, fits in zip(sequences, accepted, strict=True):
+            if not fits:
+                self._end_unmatched(sequence)
+            elif sequence.matcher is not None and sequence.matcher.is_stopped():
+                self._end(sequence, FinishReason.STOP)
+
+    def _end_unmatched(self, sequence: Sequence) -> None:
+        assert sequence.matcher is not None
+        reason = sequence.matcher.get_error().partition("\n")[0][:200]
+        error = InvalidRequest(f"the grammar cannot be followed any further: {reason}", "grammar")
+        self._end(sequence, FinishReason.ERROR, error=error)
 
     def _end_overdue(self) -> None:
         """End what is past its deadline: complete as far as it came, or an error if it never began."""
@@ -562,6 +617,7 @@ class Scheduler:
         """The one terminal delta of a sequence; its pages go back now or with its last step in flight."""
         sequence.finish_reason = reason
         del self._live[sequence.request_id]
+        self._num_matched -= sequence.matcher is not None
         self._stale.pop(sequence, None)
         self._deadlines.pop(sequence, None)
         if self._running.pop(sequence.request_id, None) is None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bridge import Told
-from ..types import Delta, FinishReason, Logprob, PromptLogprobs, SamplingParams, Submission, Timings
+from ..types import Delta, FinishReason, Logprob, Matcher, PromptLogprobs, SamplingParams, Submission, Timings
 from .batch import NO_TOKEN, Logprobs, NewRow, Shaping
 from .radix import Node
 
@@ -52,6 +52,8 @@ class Sequence:
         self.first_token_s = 0.0
         self.told: Told | None = None  # from the first token on, unless its deltas say more than plain ones
         self.num_logprobs = -1 if submission.params.logprobs is None else submission.params.logprobs
+        # Has seen the committed output and nothing else, on the device or off it.
+        self.matcher: Matcher | None = None if self.params.grammar is None else self.params.grammar.matcher()
         self.num_scored = 0  # prompt tokens whose log probabilities are known
         self._scores = None if submission.params.prompt_logprobs is None else PromptLogprobs([], [], [], [])
 

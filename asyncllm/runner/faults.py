@@ -7,15 +7,18 @@ GPU thread. It never knows who asked; without a fault it is not there at all.
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import msgspec
 import numpy as np
 
-from ..engine.batch import NO_TOKEN, Batch, Launched, Runner, StepResult
+from ..engine.batch import NO_TOKEN, Batch, Int32, Launched, Runner, StepResult, Undrawn
 from ..errors import DeviceFailed, OutOfMemory
 
 log = logging.getLogger(__name__)
+
+Step = Launched | Undrawn
+Change = Callable[[StepResult], StepResult]
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -40,7 +43,7 @@ class FaultyRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def launch(self, batch: Batch) -> Launched:
+    def launch(self, batch: Batch) -> Step:
         self._num_launches += 1
         if not self._is_due(batch):
             return self._runner.launch(batch)
@@ -58,14 +61,14 @@ class FaultyRunner:
 
     # -- the kinds --
 
-    def _step_exception(self, batch: Batch) -> Launched:
-        return _Broken(self._runner.launch(batch), _raising(RuntimeError("injected: the step failed")))
+    def _step_exception(self, batch: Batch) -> Step:
+        return _broken(self._runner.launch(batch), _raising(RuntimeError("injected: the step failed")))
 
     def _out_of_memory(self, batch: Batch) -> NoReturn:
         raise OutOfMemory("injected: no memory for this step")
 
-    def _nan_row(self, batch: Batch) -> Launched:
-        return _Broken(self._runner.launch(batch), _first_row_is_nan)
+    def _nan_row(self, batch: Batch) -> Step:
+        return _broken(self._runner.launch(batch), _first_row_is_nan)
 
     def _dead_thread(self, batch: Batch) -> NoReturn:
         raise SystemExit("injected: the thread ends")
@@ -74,7 +77,7 @@ class FaultyRunner:
         threading.Event().wait()
         raise AssertionError("nobody sets it")
 
-    def _device_assert(self, batch: Batch) -> Launched:
+    def _device_assert(self, batch: Batch) -> Step:
         """On a GPU an index outside of a tensor: the context is lost. A CPU can only say so."""
         if not self._on_gpu:
             raise DeviceFailed("injected: device-side assert triggered")
@@ -83,7 +86,7 @@ class FaultyRunner:
         torch.zeros(4, device="cuda")[torch.tensor([1 << 20], device="cuda")]
         return self._runner.launch(batch)
 
-    def _stuck_kernel(self, batch: Batch) -> Launched:
+    def _stuck_kernel(self, batch: Batch) -> Step:
         """A kernel that does not end, before the step's own; on a CPU as stuck_step."""
         if not self._on_gpu:
             self._stuck_step(batch)
@@ -94,7 +97,7 @@ class FaultyRunner:
         return self._runner.launch(batch)
 
 
-_KINDS: dict[str, Callable[[FaultyRunner, Batch], Launched]] = {
+_KINDS: dict[str, Callable[[FaultyRunner, Batch], Step]] = {
     "step_exception": FaultyRunner._step_exception,
     "out_of_memory": FaultyRunner._out_of_memory,
     "nan_row": FaultyRunner._nan_row,
@@ -105,10 +108,30 @@ _KINDS: dict[str, Callable[[FaultyRunner, Batch], Launched]] = {
 }
 
 
+def _broken(step: Step, change: Change) -> Step:
+    if hasattr(step, "draw"):
+        return _BrokenTail(cast(Undrawn, step), change)
+    return _Broken(step, change)
+
+
+class _BrokenTail:
+    """A step that waits for its masks, and breaks then."""
+
+    def __init__(self, step: Undrawn, change: Change) -> None:
+        self._step, self._change = step, change
+
+    @property
+    def masks(self) -> Int32:
+        return self._step.masks
+
+    def draw(self) -> Launched:
+        return _Broken(self._step.draw(), self._change)
+
+
 class _Broken:
     """A step whose result is something else."""
 
-    def __init__(self, launched: Launched, change: Callable[[StepResult], StepResult]) -> None:
+    def __init__(self, launched: Launched, change: Change) -> None:
         self._launched = launched
         self._change = change
 
@@ -119,7 +142,7 @@ class _Broken:
         return self._change(self._launched.result())
 
 
-def _raising(error: Exception) -> Callable[[StepResult], StepResult]:
+def _raising(error: Exception) -> Change:
     def change(result: StepResult) -> StepResult:
         raise error
 

@@ -4,11 +4,14 @@ GPU thread. It never waits for the device and never reads it back inside launch:
 one packed transfer a step. It never knows requests, text or why a row is in the batch.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attention.base import HostPlan, Int64, Put, Rows
@@ -20,10 +23,21 @@ from ..engine.batch import Batch, NewRow, StepResult
 from ..models.config import ModelConfig
 from ..models.layers import Decoder, Placement, PlainLinear, pack_linear
 from ..models.loader import load_model
+from .masks import Mask
 from .sampler import Draw, SamplingRows, pick
 from .scoring import SCORED_ROWS, score, split
 from .shaping import Shape, SlotShaping, stage_recount
 from .state import OUTPUT_RING, Deltas, SlotSampling, Tables
+
+
+class UndrawnStep(NamedTuple):
+    """The forward is launched; the tail waits for its masks."""
+
+    masks: NDArray[np.int32]
+    tail: "Callable[[NDArray[np.int32]], LaunchedStep]"
+
+    def draw(self) -> "LaunchedStep":
+        return self.tail(self.masks)
 
 
 class LaunchedStep:
@@ -110,7 +124,7 @@ class ModelRunner:
         return f"ModelRunner({self._device.name}, {getattr(self, '_tables', 'closed')!r})"
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> LaunchedStep:
+    def launch(self, batch: Batch) -> LaunchedStep | UndrawnStep:
         self._sampling.write(batch.new_rows)
         self._shaping.write(batch.new_rows)
         staging = self._device.staging()
@@ -119,8 +133,22 @@ class ModelRunner:
             staging.send()
             if step.recount is not None:
                 self._recount(batch.new_rows, *step.recount)
-            output = self._run(batch.step, step)
-            return LaunchedStep(batch.step, self._device.fetch(output.packed), output)
+            hidden, scores = self._run_forward(step)
+            if not len(batch.masked):
+                return self._finish(batch.step, step, hidden, scores, None)
+        masks = np.zeros((len(batch.masked), -(-self._num_tokens // 32)), np.int32)
+        rows = np.searchsorted(np.flatnonzero(batch.wants_token), batch.masked)
+        return UndrawnStep(masks, partial(self._draw_masked, batch.step, step, hidden, scores, rows))
+
+    @torch.inference_mode()
+    def _draw_masked(
+        self, number: int, step: _Step, hidden: Tensor, scores: list[Tensor], rows: Int64, masks: NDArray[np.int32]
+    ) -> LaunchedStep:
+        staging = self._device.staging()
+        mask = Mask.of(rows, masks, self._num_tokens, staging.put)
+        with self._device.compute():
+            staging.send()
+            return self._finish(number, step, hidden, scores, mask)
 
     def close(self) -> None:
         self._device.synchronize()
@@ -185,18 +213,29 @@ class ModelRunner:
         )  # fmt: skip
         return Draw.of(rows, put)
 
-    def _run(self, number: int, step: _Step) -> _Output:
-        """Everything the device does for a step. The drawn ids are in the output ring unless more goes with them."""
+    def _run_forward(self, step: _Step) -> tuple[Tensor, list[Tensor]]:
+        """(hidden states, scores of prompt tokens)"""
         tables = self._tables
         step.deltas.apply(tables)
         ids = tables.token_pool.view(-1).index_select(0, step.ids_at)  # [num_tokens] int32, device
         hidden = self._model(ids, step.positions, step.plan.bind(tables.page_table))
-        scores = [self._score(stretch, hidden) for stretch in step.scored]
-        out, tail = tables.outputs[number % OUTPUT_RING], step.tail
+        return hidden, [self._score(stretch, hidden) for stretch in step.scored]
+
+    def _finish(
+        self, number: int, step: _Step, hidden: Tensor, scores: list[Tensor], mask: Mask | None
+    ) -> LaunchedStep:
+        output = self._run_rest(number, step, hidden, scores, mask)
+        return LaunchedStep(number, self._device.fetch(output.packed), output)
+
+    def _run_rest(
+        self, number: int, step: _Step, hidden: Tensor, scores: list[Tensor], mask: Mask | None
+    ) -> _Output:
+        """What follows the forward. The drawn ids are in the output ring unless more goes with them."""
+        out, tail = self._tables.outputs[number % OUTPUT_RING], step.tail
         if tail is None:
             drawn, logprobs = out[:0], None
         else:
-            drawn, logprobs = self._run_tail(tail, hidden, out)
+            drawn, logprobs = self._run_tail(tail, hidden, out, mask)
         blocks = scores if logprobs is None else [logprobs, *scores]
         return _Output(
             packed=torch.cat([drawn, *(block.view(-1) for block in blocks)]) if blocks else drawn,
@@ -205,13 +244,17 @@ class ModelRunner:
             blocks=tuple((len(block), block.shape[1] // 2) for block in blocks),
         )
 
-    def _run_tail(self, tail: _Tail, hidden: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _run_tail(
+        self, tail: _Tail, hidden: Tensor, out: Tensor, mask: Mask | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Logits of the rows that draw, what changes them, their draws. Then the log probabilities, if wanted."""
         pool = self._tables.token_pool
         logits = self._model.logits(hidden.index_select(0, tail.last_tokens))  # [num_rows, num_tokens]
         own = None if tail.asking is None else logits.index_select(0, tail.asking)  # a copy: as the model has them
         if tail.shape is not None:
             tail.shape.apply(logits, pool, self._counts)
+        if mask is not None:
+            mask.apply(logits)
         drawn = out[: tail.num_rows]
         drawn.copy_(pick(logits, tail.banned, tail.draw))
         # The pool takes a harmless id where there is NO_TOKEN: the row may be in the next step already.

@@ -14,6 +14,7 @@ from ..errors import ContextTooLong, InvalidRequest
 from ..llm import AsyncLLM
 from ..types import SamplingParams
 from ..wire import requests
+from ..wire.formats import grammar_spec
 from ..wire.requests import ChatRequest
 from ..wire.tools import ToolUse, tool_use
 from .parting import Parting, parting
@@ -40,12 +41,20 @@ async def ask(llm: AsyncLLM, body: ChatRequest, messages: list[dict[str, Any]]) 
     """
     params = requests.chat_params(body)
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-    if use is not None and use.must_call:
-        raise InvalidRequest(
-            "a tool cannot be demanded of this server yet; tool_choice auto lets it choose", "tool_choice"
-        )
+    spec = grammar_spec(body)
     prompt_ids = await prompt_of(llm, body, messages, use)
-    return Asked(prompt_ids, params, parting(llm, body, prompt_ids, use))
+    parted = parting(llm, body, prompt_ids, use)
+    forced = llm.forced(prompt_ids, spec, **_calls(use))
+    params = await llm.compiled(msgspec.structs.replace(params, grammar=forced))
+    return Asked(prompt_ids, params, parted)
+
+
+def _calls(use: ToolUse | None) -> dict[str, Any]:
+    """What an answer may or must call, as AsyncLLM.forced takes it."""
+    if use is None:
+        return {}
+    functions = [(function.name, function.parameters) for function in use.functions]
+    return {"functions": functions, "must_call": use.must_call, "one_call": use.one_call}
 
 
 async def ask_what_fits(

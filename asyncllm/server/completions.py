@@ -18,6 +18,7 @@ from ..errors import AsyncLLMError, InvalidRequest, ModelNotFound
 from ..llm import AsyncLLM, Stream, likeliest
 from ..types import Completion, SamplingParams
 from ..wire import replies, requests, sse
+from ..wire.formats import grammar_spec
 from ..wire.messages import template_messages
 from ..wire.replies import Head, Usage
 from ..wire.requests import ChatRequest, CompletionRequest
@@ -65,7 +66,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = requests.decode_completion(await read_body(request))
     check_model(llm, body.model)
     prompts = requests.completion_prompts(body)
-    params = requests.completion_params(body)
+    params = msgspec.structs.replace(requests.completion_params(body), grammar=grammar_spec(body))
+    params = await llm.compiled(params)
     read = [await _read_prompt(llm, prompt, body) for prompt in prompts]
     return await _answer(request, TEXT, body, read, params)
 

@@ -5,6 +5,7 @@ Frozen after start: the loop thread uses it, and worker threads for long prompts
 It never knows requests, the engine or transformers (but for folders without a tokenizer.json).
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,22 @@ class Tokenizer:
             ids += encoding.ids
         _check_len(len(ids), max_len)
         return ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        """The ids of text that stands inside a longer one. Any thread."""
+        return list(self._middle.encode(text, add_special_tokens=False).ids)
+
+    def literal(self, text: str) -> str:
+        """A text as a grammar (Lark) has it: a special token by its number, as its letters would not be it."""
+        token_id = self._backend.token_to_id(text)
+        if token_id in self.special_ids:
+            return f"<[{token_id}]>"
+        return json.dumps(text, ensure_ascii=False)
+
+    @property
+    def table(self) -> list[bytes] | None:
+        """What each id spells, special ones too; None where an id has no spelling of its own."""
+        return self._table
 
     def encode_written(self, text: str, *, add_special_tokens: bool = True, max_len: int | None = None) -> list[int]:
         """The ids of a text whose control tokens are meant: one that somebody has rendered elsewhere.

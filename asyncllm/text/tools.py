@@ -26,6 +26,10 @@ class Form(msgspec.Struct, frozen=True):
     named: bool = False  # also name{...}, beside objects and lists of them
     skipped: str = ""  # may stand before a whole answer that is a call
     id_chars: int | None = None  # Mistral's templates insist on ids of 9 letters
+    # -- where calls are demanded, how they are to be written --
+    arguments_key: str = "arguments"
+    joined_by: str = ""  # whole answers; else several are a list
+    writes_names: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -39,7 +43,8 @@ class Form(msgspec.Struct, frozen=True):
 FORMS = {
     "hermes": Form("<tool_call>", "</tool_call>"),
     "mistral": Form("[TOOL_CALLS]", named=True, id_chars=9),
-    "llama3": Form(None, skipped="<|python_tag|>"),
+    "mistral_named": Form("[TOOL_CALLS]", named=True, id_chars=9, writes_names=True),
+    "llama3": Form(None, skipped="<|python_tag|>", arguments_key="parameters", joined_by="; "),
     "json": Form(None),
 }
 
@@ -51,7 +56,7 @@ def detect(template: str) -> str | None:
     if "<tool_call>" in template:
         return None if "<function=" in template or "<arg_key>" in template else "hermes"
     if "[TOOL_CALLS]" in template:
-        return "mistral"
+        return "mistral_named" if "[ARGS]" in template else "mistral"
     if "<|python_tag|>" in template or '"parameters":' in template:
         return "llama3"
     return None if "tool_calls_begin" in template or "<|channel|>" in template else "json"

@@ -14,6 +14,7 @@ import msgspec
 
 from ..errors import InvalidRequest
 from ..types import MAX_LOGPROBS, SamplingParams
+from .formats import ResponseFormat, StructuredOutputs
 from .messages import Message
 from .tools import Tool, ToolChoice
 from .unserved import CHAT, COMPLETIONS, Unserved, refuse_unserved
@@ -83,6 +84,15 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     separate_reasoning: bool | None = None  # false: the tags and what is between stay in the content
     include_reasoning: bool | None = None  # false: reasoning is not told
     chat_template_kwargs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None  # Lark, or EBNF
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class CompletionRequest(msgspec.Struct, kw_only=True):
@@ -121,6 +131,15 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
     best_of: Int | None = None
     logprobs: Int | bool | None = None  # false is none
     echo: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None  # Lark, or EBNF
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 Request = TypeVar("Request")

@@ -23,9 +23,7 @@ _BOOLS = (True, False)
 UNSERVED: dict[str, tuple[Any, ...]] = {
     # tools and structure
     "functions": (), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
-    "guided_choice": (), "guided_grammar": (), "guided_decoding_backend": (), "guided_whitespace_pattern": (),
-    "json_schema": (), "regex": (), "ebnf": (),
+    "guided_decoding_backend": (), "guided_whitespace_pattern": (), "structural_tag": (),
     # choices and probabilities
     "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "logits_processors": (),
     # the text around the answer
@@ -45,6 +43,8 @@ BOTH: dict[str, tuple[Any, ...]] = {
     "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": (),
     "allowed_token_ids": (), "bad_words": (), "include_stop_str_in_output": (False,), "logprobs": (False,),
     "prompt_logprobs": (False,), "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
+    "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
+    "guided_choice": (), "guided_grammar": (), "json_schema": (), "regex": (), "ebnf": (),
     "priority": (0,), "cache_salt": (), "timeout": (), "request_id": (),
 }  # fmt: skip
 

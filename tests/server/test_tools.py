@@ -45,10 +45,10 @@ def join(joined: dict[str, Any], delta: dict[str, Any]) -> None:
             joined[key] = joined.get(key, "") + value
 
 
-def calls(answer: Answer) -> list[tuple[str, str]]:
+def calls(answer: Answer, prefix: str = "call_") -> list[tuple[str, str]]:
     made = message(answer).get("tool_calls", [])
     assert len({call["id"] for call in made}) == len(made)
-    assert all(call["type"] == "function" and call["id"].startswith("call_") for call in made)
+    assert all(call["type"] == "function" and call["id"].startswith(prefix) for call in made)
     return [(call["function"]["name"], call["function"]["arguments"]) for call in made]
 
 

@@ -1,0 +1,137 @@
+"""Grammars compiled, tried out beforehand in a process of their own, and framed by reasoning and calls."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncllm.errors import InvalidRequest
+from asyncllm.text.answer import AnswerForm
+from asyncllm.text.forcing import forced
+from asyncllm.text.grammars import Check, Grammars
+from asyncllm.text.reasoning import TAGS
+from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.text.tools import FORMS
+from asyncllm.types import GrammarSpec
+
+from . import toys
+
+DIGITS = GrammarSpec("regex", "[0-9]+", "regex")
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+FUNCTIONS = [("point", POINT), ("now", None)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_folder(toys.byte_level(tmp_path_factory.mktemp("toy")))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Iterator[Grammars]:
+    made = Grammars.of(tokenizer, tokenizer.vocab_size)
+    assert made is not None
+    yield made
+    made.close()
+
+
+def takes(grammars: Grammars, tokenizer: Tokenizer, spec: GrammarSpec | None, text: str) -> bool:
+    """Whether this can be an answer, whole."""
+    assert spec is not None
+    matcher = grammars.compile(spec).matcher()
+    ids = tokenizer.encode_rendered(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
+    assert grammars.find(DIGITS) is None
+    assert grammars.compile(DIGITS) is grammars.compile(DIGITS) is grammars.find(DIGITS)
+
+
+def test_a_tokenizer_without_spellings_has_no_grammars(tmp_path: Path) -> None:
+    assert Grammars.of(Tokenizer.from_folder(toys.word_piece(tmp_path)), 6) is None
+
+
+def test_an_impossible_grammar_is_told_with_its_field_and_its_reason(grammars: Grammars) -> None:
+    with pytest.raises(InvalidRequest, match="unclosed group") as caught:
+        grammars.compile(GrammarSpec("regex", "(", "guided_regex"))
+    assert caught.value.param == "guided_regex"
+
+
+def test_who_tries_for_too_long_is_stopped_and_replaced() -> None:
+    check = Check(seconds=0.5)
+    slow = "start: T\nT: " + " & ".join([f"/(.*{i}.*)/" for i in range(300)])
+    assert check.ask(GrammarSpec("lark", slow)) == ("", "it takes too long, or too much memory, to compile")
+    patient = Check()
+    grammar, reason = patient.ask(DIGITS)
+    assert json.loads(grammar)["grammars"] and not reason
+    patient.close()
+    check.close()
+
+
+def framed(form: str | None, tags: str | None = None, *, end: str = "", spec: Any = None, **calls: Any) -> Any:
+    answer = AnswerForm(TAGS[tags] if tags else None, FORMS[form] if form else None)
+    return forced(answer, json.dumps, end, spec, **calls)
+
+
+@pytest.mark.parametrize(
+    ("form", "one", "two"),
+    [
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', "{one}\n{one}"),
+        ("mistral", '[TOOL_CALLS][{"name": "point", "arguments": {"x": 1}}]', ""),
+        ("mistral_named", "[TOOL_CALLS]now[ARGS]{}", "{one}{one}"),
+        ("llama3", '{"name": "point", "parameters": {"x":\n  -7}}', "{one}; {one}"),
+        ("json", '{"name": "now", "arguments": {}}', "[{one}, {one}]"),
+    ],
+)
+def test_demanded_calls_are_those_that_the_parser_reads(
+    grammars: Grammars, tokenizer: Tokenizer, form: str, one: str, two: str
+) -> None:
+    several = framed(form, functions=FUNCTIONS, must_call=True)
+    single = framed(form, functions=FUNCTIONS, must_call=True, one_call=True)
+    two = two.replace("{one}", one)
+    for spec in (several, single):
+        assert takes(grammars, tokenizer, spec, one)
+        assert not takes(grammars, tokenizer, spec, "no call")
+        assert not takes(grammars, tokenizer, spec, one.replace("now", "then").replace("point", "then"))
+    if two:
+        assert takes(grammars, tokenizer, several, two) and not takes(grammars, tokenizer, single, two)
+    names = frozenset(("point", "now"))
+    for text in filter(None, (one, two)):
+        parser = AnswerForm(None, FORMS[form]).parser("", names)
+        assert parser is not None and len(parser.whole(text).calls) == 1 + (text == two) and parser.has_whole_calls
+
+
+def test_what_may_be_called_and_what_is_demanded_are_alternatives(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    spec = framed("hermes", spec=DIGITS, functions=FUNCTIONS)
+    assert takes(grammars, tokenizer, spec, "123")
+    assert takes(grammars, tokenizer, spec, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    assert not takes(grammars, tokenizer, spec, "no")
+
+
+@pytest.mark.parametrize(
+    ("end", "text", "fits"),
+    [
+        ("<think>\n", "so < what</think>\n\n42", True),
+        ("<think>\n", "42", False),
+        ("assistant\n", "<think>so</think>42", True),
+        ("assistant\n", "42", True),
+        ("assistant\n", "so</think>42", False),
+        ("<think>\n\n</think>\n\n", "42", True),
+        ("<think>\n\n</think>\n\n", "<think></think>42", False),
+    ],
+)
+def test_reasoning_comes_first(grammars: Grammars, tokenizer: Tokenizer, end: str, text: str, fits: bool) -> None:
+    assert takes(grammars, tokenizer, framed(None, "think", end=end, spec=DIGITS), text) == fits
+
+
+def test_nothing_is_demanded_of_a_free_answer() -> None:
+    assert framed("hermes", "think", functions=FUNCTIONS) is None
+    assert framed("hermes", spec=DIGITS) == DIGITS
+
+
+def test_special_tokens_are_named_by_their_number(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    assert tokenizer.literal("<|im_start|>") == "<[1]>" and tokenizer.literal("<think>") == '"<think>"'
+    spec = GrammarSpec("lark", f'start: {tokenizer.literal("<|im_start|>")} "x"')
+    assert takes(grammars, tokenizer, spec, "<|im_start|>x")
