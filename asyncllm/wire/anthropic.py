@@ -132,6 +132,8 @@ def as_chat(request: CountRequest) -> ChatRequest:
         reasoning_effort=_effort(request),
         include_reasoning=request.thinking is None or request.thinking.display != "omitted",
     )
+    if request.messages and request.messages[-1].role == "assistant":  # "prefill": the answer goes on from there
+        chat.continue_final_message = True
     if isinstance(request, MessagesRequest):
         chat.max_tokens, chat.stop = request.max_tokens, request.stop_sequences
         chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
@@ -187,6 +189,9 @@ def template_messages(request: CountRequest) -> list[dict[str, Any]]:
     for i, message in enumerate(request.messages):
         for turn in _turns(message, f"messages[{i}]"):
             add_turn(turns, turn)
+    if turns[-1].get("tool_calls"):
+        path = f"messages[{len(request.messages) - 1}]"
+        raise InvalidRequest("a tool_use wants its tool_result in the next message", path)
     return turns
 
 

@@ -28,6 +28,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tool_choice: str | ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -66,7 +68,10 @@ def as_chat(request: TokenizeRequest) -> ChatRequest:
 
 
 _OF_PROMPTS = ("add_special_tokens", "parse_special")
-_OF_MESSAGES = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
+_OF_MESSAGES = (
+    "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt",
+    "continue_final_message",
+)  # fmt: skip
 
 
 def decode_detokenize(body: bytes, vocab_size: int) -> DetokenizeRequest:

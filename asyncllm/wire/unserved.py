@@ -77,14 +77,10 @@ ANTHROPIC_LABELS = frozenset((
     "metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id", "cache_control", "betas",
 ))  # fmt: skip
 
-# Of tokenize alone, which shares the template's fields with chat.
-_OF_TOKENS: dict[str, tuple[Any, ...]] = {
-    name: (UNSERVED | CHAT_ALONE)[name]
-    for name in (
-        "chat_template", "documents", "add_generation_prompt", "continue_final_message", "mm_processor_kwargs",
-        "truncate_prompt_tokens",
-    )
-}  # fmt: skip
+# Of tokenize alone.
+_OF_TOKENS = {
+    name: UNSERVED[name] for name in ("chat_template", "documents", "mm_processor_kwargs", "truncate_prompt_tokens")
+}
 
 _ABSENT = msgspec.Raw(b"null")
 

@@ -182,6 +182,15 @@ async def test_a_model_thinks_and_calls(serve: Serve, stream: bool) -> None:
         assert (plain["stop_reason"], "<tool_call>" in plain["content"][1]["text"]) == ("end_turn", True)
 
 
+async def test_a_message_is_gone_on_from(serve: Serve) -> None:
+    prefilled = [*HI, {"role": "assistant", "content": "Hello"}]
+    async with serve(" there.") as served:
+        message = await ask(served, messages=prefilled)
+        assert message["content"][0]["text"] == " there."
+        chat = {"messages": prefilled, "continue_final_message": True}
+        assert message["usage"]["input_tokens"] == (await served.post("/tokenize", chat)).body["count"]
+
+
 async def test_thinking_is_told_to_the_template(serve: Serve) -> None:
     async with serve(template=toys.TOOLS, **LONG) as served:
         body = {"messages": HI, "thinking": {"type": "disabled"}}
@@ -204,6 +213,8 @@ async def test_thinking_is_told_to_the_template(serve: Serve) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f"}]}]},
          "messages[0].content[0].input"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f", "input": {}}]}]},
+         "messages[0]"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"), ({"thinking": {"type": "enabled"}}, "thinking"),
         ({"output_config": {"effort": "low"}}, "output_config.effort"), ({"thinking": {"type": "x"}}, "thinking.type"),
         ({"tools": [{"name": "a b"}]}, "tools[0].name"), ({"tools": [{"name": "f", "type": "x"}]}, "tools[0].type"),

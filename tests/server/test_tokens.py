@@ -45,6 +45,11 @@ async def test_tools_and_template_variables_count_as_in_chat(serve: Serve) -> No
         counted = (await served.post(PATH, {"messages": HI} | fields)).body["count"]
         assert counted == (await served.chat(**fields)).usage["prompt_tokens"]
         assert counted > (await served.post(PATH, {"messages": HI})).body["count"]
+        for ending in ({"add_generation_prompt": False}, {"continue_final_message": True}):
+            body = {"messages": [*HI, {"role": "assistant", "content": "So"}]} | ending
+            assert (await served.post(PATH, body)).body["count"] == (
+                await served.chat(body["messages"], **ending)
+            ).usage["prompt_tokens"]
         refused(await served.post(PATH, {"prompt": "x"} | fields), "tools")
 
 
