@@ -194,6 +194,16 @@ class DetailedChoice:
         return opening + details.put_in(self._plain.finish(reason, usage), [self._teller.take()])
 
 
+def token_logprobs(llm: AsyncLLM, entries: Sequence[Logprob]) -> list[dict[str, Any]]:
+    """As chat and responses have them."""
+    name = partial(_name, llm, False)
+    positions = [
+        Position(name(one.token_id), one.logprob, [(name(i), value) for i, value in one.top], 0) for one in entries
+    ]
+    told: list[dict[str, Any]] = details.chat_logprobs(positions)["content"]
+    return told
+
+
 def _hidden(answer: Completion) -> Completion:
     return msgspec.structs.replace(
         answer, text="", token_ids=(), logprobs=(), finish_reason=FinishReason.LENGTH, stop_reason=None

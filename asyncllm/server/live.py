@@ -7,7 +7,8 @@ import asyncio
 import copy
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
@@ -16,12 +17,13 @@ from aiohttp import web
 
 from ..errors import Aborted, AsyncLLMError, InvalidRequest
 from ..llm import AsyncLLM, Stream
-from ..types import CALLER, FinishReason, Progress, SamplingParams
+from ..types import CALLER, FinishReason, Logprob, Progress, SamplingParams
 from ..wire import items
-from ..wire.items import CONTENT, REASONING, Piece
+from ..wire.items import CONTENT, REASONING, Logprobs, Piece
 from ..wire.response_events import Events, Framing, Head, Outcome, Script, all_events
-from ..wire.responses import NAMES, ResponseRequest, as_chat, echo, input_messages
+from ..wire.responses import NAMES, ResponseRequest, as_chat, echo, input_messages, tells_logprobs
 from .asking import Asked, ask, ask_what_fits, call_id_chars, naming
+from .detailed import token_logprobs
 from .parting import Parting, reasoning_tokens
 from .settings import Settings
 
@@ -95,6 +97,7 @@ class LiveResponse:
         stored: bool = False,
         resumable: bool = False,
         parting: Parting | None = None,
+        tell_logprobs: Callable[[Sequence[Logprob]], Logprobs] | None = None,
         is_warm_up: bool = False,
         owner: object = None,
     ) -> None:
@@ -111,6 +114,8 @@ class LiveResponse:
         self._telling = telling
         self._stream: Stream | None = stream
         self._parting = parting
+        self._tell_logprobs = tell_logprobs
+        self._logprobs: Logprobs | None = None  # of tokens that have made no text yet
         self._parser = None if parting is None else parting.new_parser()
         self._messages = messages
         self._settings = settings
@@ -136,7 +141,8 @@ class LiveResponse:
     def num_bytes(self) -> int:
         """About what keeping it takes."""
         past = sum([len(message["content"] or "") for message in self._messages])
-        return past + sum([len(text) for _, text in self._pieces]) + 2000
+        said = sum([len(piece.text) + 200 * len(piece.logprobs or ()) for piece in self._pieces])
+        return past + said + 2000
 
     def whole(self) -> dict[str, Any]:
         """The answer as an object."""
@@ -222,16 +228,27 @@ class LiveResponse:
         """What has been said since, as far as it is certain."""
         assert self._stream is not None
         ended = self._stream.ended
+        if self._tell_logprobs is not None:
+            self._logprobs = [*(self._logprobs or ()), *self._tell_logprobs(self._stream.take_details()[1])]
         text = self._stream.take_text()
         if self.is_warm_up:
             return []
         if self._parser is None or self._parting is None:
-            return [(CONTENT, text)] if text else []
+            return self._with_logprobs([Piece(CONTENT, text)]) if text else []
         pieces = [*self._parser.push(text), *(self._parser.finish() if ended else ())]
-        said = [(piece.kind.value, piece.text) for piece in pieces]
-        self._num_chars += sum([len(text) for _, text in said])
-        self._num_reasoning_chars += sum([len(text) for kind, text in said if kind == REASONING])
-        return said if self._parting.tells_reasoning else [piece for piece in said if piece[0] != REASONING]
+        said = [Piece(piece.kind.value, piece.text) for piece in pieces]
+        self._num_chars += sum([len(piece.text) for piece in said])
+        self._num_reasoning_chars += sum([len(piece.text) for piece in said if piece.kind == REASONING])
+        said = self._with_logprobs(said)
+        return said if self._parting.tells_reasoning else [piece for piece in said if piece.kind != REASONING]
+
+    def _with_logprobs(self, pieces: list[Piece]) -> list[Piece]:
+        """Those of the tokens that came with these pieces, at the first that is content; other pieces have none."""
+        if self._logprobs is None or not pieces:
+            return pieces
+        logprobs, self._logprobs = self._logprobs, None
+        at = next((i for i, piece in enumerate(pieces) if piece.kind == CONTENT), None)
+        return pieces if at is None else [*pieces[:at], pieces[at]._replace(logprobs=logprobs), *pieces[at + 1 :]]
 
     def _progress(self, script: Script) -> bytes:
         assert self._stream is not None
@@ -332,6 +349,7 @@ class Responses:
             stored=body.store is not False,
             resumable=body.resumable is True,
             parting=asked.parting,
+            tell_logprobs=partial(token_logprobs, self._llm) if tells_logprobs(body) else None,
             is_warm_up=body.generate is False,
             owner=owner,
         )

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from .items import CALL, REASONING, Item, Items, Piece, arguments_object, call_id, hex_of
+from .items import CALL, REASONING, Item, Items, Logprobs, Piece, arguments_object, call_id, hex_of
 from .response_events import Framing, Outcome
 
 _ERROR_TYPES = {
@@ -83,7 +83,7 @@ class MessageEvents:
     def opening(self) -> list[bytes]:
         return [self._make("message_start", message=self._head.whole(None, []))]
 
-    def say(self, kind: str, text: str) -> list[bytes]:
+    def say(self, kind: str, text: str, logprobs: Logprobs | None = None) -> list[bytes]:
         if kind == self._said_by:  # nearly every event there is
             self._items.all[-1].parts.append(text)
             return [self._say_delta(text)]

@@ -5,12 +5,19 @@ Any thread. It never knows how the text was cut into pieces, or which API tells 
 
 import hashlib
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 
 # The kinds of pieces. A call's text is the function's name; arguments belong to the call before them.
 CONTENT, REASONING, CALL, ARGUMENTS = "content", "reasoning", "call", "arguments"
-Piece = tuple[str, str]  # kind, text
+Logprobs = list[dict[str, Any]]  # of tokens, as the wire has them
+
+
+class Piece(NamedTuple):
+    kind: str
+    text: str
+    logprobs: Logprobs | None = None  # of content, where they were asked for
 
 
 class Item(msgspec.Struct):
@@ -20,6 +27,7 @@ class Item(msgspec.Struct):
     index: int
     name: str = ""  # of a call
     parts: list[str] = msgspec.field(default_factory=list)
+    logprobs: Logprobs = msgspec.field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -36,14 +44,14 @@ class Items:
 
     def __init__(self, pieces: Iterable[Piece] = ()) -> None:
         self.all: list[Item] = []
-        for kind, text in pieces:
-            self.add(kind, text)
+        for piece in pieces:
+            self.add(*piece)
 
     @property
     def open(self) -> Item | None:
         return self.all[-1] if self.all else None
 
-    def add(self, kind: str, text: str) -> bool:
+    def add(self, kind: str, text: str, logprobs: Logprobs | None = None) -> bool:
         """Take a piece. True if an item begins with it."""
         item = self.open
         begins = item is None or item.said_by != kind
@@ -53,6 +61,7 @@ class Items:
         if kind != CALL:
             assert item is not None
             item.parts.append(text)
+            item.logprobs += logprobs or ()
         return begins
 
 

@@ -15,7 +15,7 @@ import msgspec
 import orjson
 
 from .frames import text_frame
-from .items import CALL, CONTENT, REASONING, Item, Items, Piece, call_id, hex_of
+from .items import CALL, CONTENT, REASONING, Item, Items, Logprobs, Piece, call_id, hex_of
 
 
 class Framing(Protocol):
@@ -122,7 +122,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         """One item of the output; without its text while it is open."""
         form, is_open = _FORMS[item.kind], status == "in_progress"
         whole: dict[str, Any] = {"id": self.item_id(item), "type": form.type, "status": status}
-        content = [] if is_open else [_part(item.kind, item.text)]
+        content = [] if is_open else [_part(item.kind, item.text, item.logprobs)]
         if item.kind == CALL:
             own = call_id(self.id, item.index, self.call_id_chars)
             return whole | {"call_id": own, "name": item.name, "arguments": "" if is_open else item.text}
@@ -158,7 +158,7 @@ class Script(Protocol):
     def opening(self) -> list[bytes]:
         """What is said before the answer's first word."""
 
-    def say(self, kind: str, text: str) -> list[bytes]:
+    def say(self, kind: str, text: str, logprobs: Logprobs | None = None) -> list[bytes]:
         """The events of the next piece."""
 
     def closing(self, outcome: Outcome) -> list[bytes]:
@@ -174,21 +174,21 @@ class Events:
         self._number = 0
         self._items = Items()
         self._said_by = ""  # the kind of piece that continues the open item
-        self._delta_kind = self._delta = b""  # the template of its events
+        self._delta_kind = self._delta_head = self._delta = b""  # the template of its events
         self._parts: list[str] = []
 
     def opening(self) -> list[bytes]:
         response = self._head.of_items(None, [])
         return [self._make(kind, response=response) for kind in ("response.created", "response.in_progress")]
 
-    def say(self, kind: str, text: str) -> list[bytes]:
-        if kind == self._said_by:  # nearly every event there is
+    def say(self, kind: str, text: str, logprobs: Logprobs | None = None) -> list[bytes]:
+        if kind == self._said_by and logprobs is None:  # nearly every event there is
             self._parts.append(text)
             return [self._say_delta(text)]
-        events = self._end_item("completed")
-        self._items.add(kind, text)
-        events += self._begin_item()
-        return events if kind == CALL else [*events, self._say_delta(text)]
+        events = self._end_item("completed") if kind != self._said_by else []
+        if self._items.add(kind, text, logprobs):
+            events += self._begin_item()
+        return events if kind == CALL else [*events, self._say_delta(text, logprobs)]
 
     def closing(self, outcome: Outcome) -> list[bytes]:
         """A failed response is closed by one event, whatever was open; so is a warm-up, where nothing is."""
@@ -212,19 +212,22 @@ class Events:
         form, place = _FORMS[item.kind], self._place(item)
         self._said_by, self._parts = item.said_by, item.parts
         kind = f"{form.event}.delta"
-        logprobs: dict[str, Any] = {"logprobs": []} if item.kind == CONTENT else {}
         self._delta_kind = kind.encode()
-        self._delta = orjson.dumps({"type": kind, **place, **logprobs})[:-1] + b',"delta":'
+        self._delta_head = orjson.dumps({"type": kind, **place})[:-1]
+        self._delta = self._delta_head + (b',"logprobs":[],"delta":' if item.kind == CONTENT else b',"delta":')
         added = self._head.item(item, "in_progress")
         events = [self._make("response.output_item.added", output_index=item.index, item=added)]
         if item.kind != CALL:
-            events.append(self._make("response.content_part.added", **place, part=_part(item.kind, "")))
+            events.append(self._make("response.content_part.added", **place, part=_part(item.kind, "", [])))
         return events
 
-    def _say_delta(self, text: str) -> bytes:
+    def _say_delta(self, text: str, logprobs: Logprobs | None = None) -> bytes:
         number = self._number
         self._number += 1
-        body = b'%b%b,"sequence_number":%d' % (self._delta, orjson.dumps(text), number)
+        delta = self._delta
+        if logprobs:
+            delta = b'%b,"logprobs":%b,"delta":' % (self._delta_head, orjson.dumps(logprobs))
+        body = b'%b%b,"sequence_number":%d' % (delta, orjson.dumps(text), number)
         return self._event(self._delta_kind, number, body)
 
     def _end_item(self, status: str) -> list[bytes]:
@@ -234,10 +237,10 @@ class Events:
         if item.kind == CALL:
             events = [self._make(f"{form.event}.done", **place, name=item.name, arguments=text)]
         else:
-            logprobs: dict[str, Any] = {"logprobs": []} if item.kind == CONTENT else {}
+            logprobs: dict[str, Any] = {"logprobs": item.logprobs} if item.kind == CONTENT else {}
             events = [
                 self._make(f"{form.event}.done", **place, text=text, **logprobs),
-                self._make("response.content_part.done", **place, part=_part(item.kind, text)),
+                self._make("response.content_part.done", **place, part=_part(item.kind, text, item.logprobs)),
             ]
         done = self._head.item(item, status)
         return [*events, self._make("response.output_item.done", output_index=item.index, item=done)]
@@ -256,8 +259,8 @@ class Events:
 def all_events(script: Script, pieces: list[Piece], outcome: Outcome | None) -> list[bytes]:
     """Every event so far, by number."""
     said = script.opening()
-    for kind, text in pieces:
-        said += script.say(kind, text)
+    for piece in pieces:
+        said += script.say(*piece)
     return said if outcome is None else said + script.closing(outcome)
 
 
@@ -284,7 +287,7 @@ def _item_status(outcome: Outcome) -> str:
     return "completed" if outcome.status == "completed" else "incomplete"
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Logprobs) -> dict[str, Any]:
     if kind == REASONING:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

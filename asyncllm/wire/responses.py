@@ -19,9 +19,10 @@ _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 _MAX_METADATA_CHARS = 32_768
-# Of what OpenAI can include, all but the first belongs to tools and images: there is none of it to be left out.
+LOGPROBS = "message.output_text.logprobs"
+# Of what OpenAI can include, all but the first two belongs to tools and images: there is none of it to be left out.
 _INCLUDABLE = frozenset((
-    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
     "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ))  # fmt: skip
@@ -101,6 +102,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     max_output_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_logprobs: Int | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
     tools: list[FunctionTool] | None = None
@@ -235,15 +237,21 @@ def as_chat(request: ResponseRequest) -> ChatRequest:
         tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or [])],
         tool_choice=_tool_choice(request.tool_choice),
         reasoning_effort=_effort(request.reasoning or Reasoning()),
+        logprobs=tells_logprobs(request),
         **shared,
     )
+
+
+def tells_logprobs(request: ResponseRequest) -> bool:
+    """Whether the answer's tokens come with theirs."""
+    return LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
 
 
 # Chat's names of what responses call otherwise.
 NAMES = {
     "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort", "messages": "input", "prompt": "input",
 }  # fmt: skip
-_CONVERTED = frozenset(("messages", "max_tokens", "tools", "tool_choice", "reasoning_effort"))
+_CONVERTED = frozenset(("logprobs", "messages", "max_tokens", "tools", "tool_choice", "reasoning_effort"))
 _SHARED = (set(ChatRequest.__struct_fields__) & set(ResponseRequest.__struct_fields__)) - _CONVERTED
 
 
@@ -320,6 +328,7 @@ def echo(request: ResponseRequest) -> dict[str, Any]:
         "max_tool_calls": request.max_tool_calls,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "top_p": 1.0 if request.top_p is None else request.top_p,
+        "top_logprobs": request.top_logprobs or 0,
         "previous_response_id": request.previous_response_id,
         "store": request.store is not False,
         "metadata": request.metadata or {},

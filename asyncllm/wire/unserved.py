@@ -58,8 +58,8 @@ CHAT_ALONE: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (), "separate_reasoning": _BOOLS, "include_reasoning": _BOOLS,
 }  # fmt: skip
 
-# Of responses alone; tools are served there too, in other words.
-OWN_TOOLS = frozenset(("tools", "tool_choice", "parallel_tool_calls"))
+# Of responses alone; these are served there too, some in other words.
+OWN_WORDS = frozenset(("tools", "tool_choice", "parallel_tool_calls", "top_logprobs"))
 OF_RESPONSES: dict[str, tuple[Any, ...]] = {
     "background": (False,), "background_options": (), "conversation": (), "context_management": (), "prompt": (),
     "access_programs": (), "image": (),
@@ -97,7 +97,7 @@ class Unserved:
 CHAT = Unserved(UNSERVED | COMPLETIONS_ALONE)
 COMPLETIONS = Unserved(UNSERVED | CHAT_ALONE)
 _ALL = UNSERVED | BOTH | COMPLETIONS_ALONE | CHAT_ALONE | OF_RESPONSES
-RESPONSES = Unserved({name: neutral for name, neutral in _ALL.items() if name not in OWN_TOOLS})
+RESPONSES = Unserved({name: neutral for name, neutral in _ALL.items() if name not in OWN_WORDS})
 TOKENS = Unserved(_OF_TOKENS)
 ANTHROPIC = Unserved(OF_ANTHROPIC)
 

@@ -135,7 +135,7 @@ async def test_items_and_the_past(serve: Serve) -> None:
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"), ({"truncation": "some"}, "truncation"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"), ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"conversation": "c"}, "conversation"), ({"max_tokens": 3}, "max_tokens"),
-        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"), ({"logprobs": True}, "logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"), ({"temperature": 3}, "temperature"),
         ({"stop": [""]}, "stop[0]"),
     ],

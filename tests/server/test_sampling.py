@@ -221,6 +221,22 @@ async def test_SAMP_3_logprobs_are_finite_sorted_and_the_same_streamed(served: A
     assert texts == [whole.choices[0].message.content] and streamed == positions
 
 
+async def test_responses_tell_logprobs_in_deltas_parts_and_whole(served: Any) -> None:
+    _, client = served
+    fields: Any = {"model": "tiny", "input": HI, "max_output_tokens": 12, "temperature": 0, "top_logprobs": 2}
+    fields["include"] = ["message.output_text.logprobs"]
+    expected = (await chat(client, logprobs=True, top_logprobs=2, max_tokens=12)).choices[0].logprobs.content
+    whole = await client.responses.create(**fields)
+    told = whole.output[0].content[0].logprobs
+    assert [one.model_dump() for one in told] == [one.model_dump() for one in expected]
+    events = [event async for event in await client.responses.create(**fields, stream=True)]
+    deltas = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+    assert [(one.token, one.logprob) for one in deltas] == [(one.token, one.logprob) for one in told]
+    assert events[-1].response.output[0].content == whole.output[0].content
+    plain = await client.responses.create(**fields | {"include": [], "top_logprobs": 0})
+    assert plain.output[0].content[0].logprobs == []
+
+
 async def test_completions_logprobs_name_the_token_itself_and_where_it_stands(served: Any) -> None:
     _, client = served
     for wide in (0, 3):
