@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 # Stages a host array with the step's one transfer. The view is filled before any kernel of the step runs.
 Put = Callable[[Int64], Tensor]

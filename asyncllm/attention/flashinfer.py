@@ -1,10 +1,6 @@
-"""Attention over our pages on FlashInfer's kernels and one of ours: a decode kernel and a prefill kernel, side by side.
+"""Attention over our pages: our decode kernel and one of FlashInfer's prefill kernels, fa3 on Hopper, fa2 elsewhere.
 
 GPU thread. It never knows tokens or sampling. FlashInfer's contracts are those of 0.6.18, read in its source.
-
-Decode: XQA on Hopper, where all rows are of like length; SplitDecode (split.py) elsewhere, for windows, and where one
-row is much longer than its neighbours. Neither has a plan: tables and lengths are on the device.
-Prefill: fa3 on Hopper, fa2 elsewhere.
 """
 
 import functools
@@ -16,15 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .base import Int32, Int64
+from .base import Int64
+from .decode import Decode
 from .kernels import rotate_and_store
-from .split import SplitDecode
 
-_XQA_WORKSPACE_BYTES = 128 << 20  # the first 8 MB are semaphores, which reset themselves: zeroed once
 _LIST_BYTES = 8 << 20
 _FA2_PARTS_BYTES = 256 << 20  # of rows that are split; the planner splits only where there are few
-NUM_MULTIPROCESSORS = 132  # XQA runs on Hopper only
-SPLIT_FROM = 2048  # tokens: below, no row is long
 _NUM_PINNED = 4  # two steps may be in flight
 _HND = 1  # flashinfer.utils.TensorLayout.HND
 _CAUSAL = 1  # flashinfer.utils.MaskMode.CAUSAL
@@ -207,12 +200,11 @@ class PagedAttention:
     ) -> None:
         self._windows = windows
         self.use_pages(pages)
-        num_kv_heads, _, head_dim = self._layers[0].shape
-        device = page_table.device
         self._page_table = page_table
-        self._split = SplitDecode(max_rows, num_kv_heads, num_heads // num_kv_heads, head_dim, device)
-        self.has_xqa = kind == "fa3"
-        self._xqa_workspace = torch.zeros(_XQA_WORKSPACE_BYTES * self.has_xqa, dtype=torch.uint8, device=device)
+        shape, max_pages = self._layers[0].shape, page_table.shape[1]
+        self._decodes = {
+            window: Decode(max_rows, max_pages, shape, num_heads, window, page_table.device) for window in set(windows)
+        }
         self._prefill = (
             Fa3Prefill(num_heads, page_table, max_tokens, max_rows)
             if kind == "fa3"
@@ -235,45 +227,16 @@ class PagedAttention:
             qkv, q, self._layers[layer].pages, norm_weight, eps, cos_sin, slots, positions, self._page_table
         )  # fmt: skip
 
-    def decode(self, layer: int, q: Tensor, out: Tensor, tables: Tensor, seq_lens: Tensor, *, split: bool) -> None:
-        """One query a row. q, out: [num_rows, num_heads, head_dim]; tables: [num_rows, max_pages] int32,
-        contiguous; seq_lens: [num_rows] int32, the current token counted, at least 1."""
+    def plan_decode(self, tables: Tensor, seq_lens: Tensor) -> None:
+        """On the device, once a step, before the first layer. tables: [num_rows, max_pages] int32, contiguous;
+        seq_lens: [num_rows] int32, the current token counted, at least 1."""
+        for decode in self._decodes.values():
+            decode.plan(tables, seq_lens)
+
+    def decode(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """One query for each planned row. q, out: [num_rows, num_heads, head_dim]."""
         one = self._layers[layer]
-        if split or one.window is not None or not self.has_xqa:
-            self._split.run(q, out, one.pages, tables, seq_lens, one.window)
-        else:
-            self._xqa(one, q, out, tables, seq_lens)
-
-    def _xqa(self, layer: Layer, q: Tensor, out: Tensor, tables: Tensor, seq_lens: Tensor) -> None:
-        _, page_size, head_dim = layer.shape
-        _import().decode.xqa_batch_decode_with_kv_cache(
-            query=q,
-            kv_cache=(layer.keys, layer.values),
-            workspace_buffer=self._xqa_workspace,
-            block_tables=tables,
-            seq_lens=seq_lens,
-            max_seq_len=tables.shape[1] * page_size,
-            bmm1_scale=head_dim**-0.5,
-            bmm2_scale=1.0,
-            window_left=-1,
-            out=out,
-            kv_layout="HND",
-        )
-
-    def wants_split(self, starts: Int32) -> bool:
-        """Whether XQA would leave most of the GPU waiting for its longest row. starts: [num_rows], of decode rows.
-
-        XQA cuts all rows into the same number of chunks, by batch size alone. A chunk alone on its multiprocessor
-        reads 111 tokens a microsecond (head_dim 128), the multiprocessors together 63 each; SplitDecode takes up to
-        1.5 times what the bandwidth would do, and 5 us.
-        """
-        longest = int(starts.max())
-        if longest < SPLIT_FROM or not self.has_xqa:
-            return False
-        num_kv_heads, _, _ = self._layers[0].shape
-        chunks = max(1, NUM_MULTIPROCESSORS // (len(starts) * num_kv_heads))
-        share = int(starts.sum()) * num_kv_heads / NUM_MULTIPROCESSORS
-        return longest / chunks > 2.7 * share + 600
+        self._decodes[one.window].run(q, out, one.pages)
 
     def plan_prefill(self, first_token: int, slots: Int64, starts: Int64, lengths: Int64) -> None:
         """Write the work list of a step's prompt chunks, which stand side by side from first_token on."""

@@ -59,7 +59,6 @@ class Shape(NamedTuple):
     num_tokens: int
     num_decodes: int
     has_prefill: bool
-    split: bool  # decode rows by the split-KV kernel
 
 
 class Packed(NamedTuple):
@@ -67,7 +66,6 @@ class Packed(NamedTuple):
     num_decodes: int  # leading rows of one token
     num_rows: int  # that want a token
     kind: Kind
-    order: NDArray[np.intp]  # of the decode rows: their tokens stand in the step by it
 
 
 class Frame:
@@ -127,7 +125,6 @@ class Packer:
         self._arange_tokens = np.arange(frame.max_tokens, dtype=np.int32)
         # Of the last step in which every row decoded: the next one mostly has the same rows.
         self._last_slots: Int32 = np.zeros(0, np.int32)
-        self._last_order: NDArray[np.intp] = np.zeros(0, np.intp)
         self._last_uses = 0
 
     def note(self, batch: Batch) -> None:
@@ -153,11 +150,10 @@ class Packer:
         token_slots, token_positions = entry[head : head + num_tokens], entry[head + num_tokens : head + 2 * num_tokens]
         count = num_decodes
         if everyone and not shape.has_prefill:
-            order, uses = self._same_rows(batch)
+            uses = self._same_uses(batch)
         else:
-            order = decode_order(batch.starts[:count])
             uses = int(np.bitwise_or.reduce(self._uses[batch.slots[batch.wants_token]])) if num_rows else 0
-        token_slots[:count], token_positions[:count] = batch.slots[order], batch.starts[order]
+        token_slots[:count], token_positions[:count] = batch.slots[:count], batch.starts[:count]
         rows = entry[k.HEADER : k.HEADER + num_rows]
         last: Int32
         if shape.has_prefill:
@@ -167,32 +163,25 @@ class Packer:
             token_slots[count:end] = np.repeat(batch.slots[count:], lengths)
             shifts = np.repeat(starts + lengths - 1 - ends, lengths)
             token_positions[count:end] = np.arange(count, end, dtype=np.int32) + shifts
-            last[order] = self._arange[:count]
             count = end
             rows[:] = last if everyone else last[batch.wants_token]
-        elif everyone:
-            rows[order] = self._arange[:count]
         else:
-            last = np.empty(count, np.int32)
-            last[order] = self._arange[:count]
-            rows[:] = last[batch.wants_token]
+            rows[:] = self._arange[:count] if everyone else np.flatnonzero(batch.wants_token)
         token_slots[count:], token_positions[count:] = 0, 0
         used, num_writes = self._pack_writes(batch, entry, head + 2 * num_tokens)
         entry[: k.NUM_ROWS + 1] = (num_tokens, num_decodes, batch.step % OUTPUT_RING, num_writes, num_rows)
-        return Packed(used, num_decodes, num_rows, KIND_OF[uses], order)
+        return Packed(used, num_decodes, num_rows, KIND_OF[uses])
 
-    def _same_rows(self, batch: Batch) -> tuple[NDArray[np.intp], int]:
-        """Order and uses; those of the last step where it had the same rows, which have all come one token further."""
+    def _same_uses(self, batch: Batch) -> int:
+        """Those of the last step where it had the same rows."""
         if not np.array_equal(batch.slots, self._last_slots):
-            self._last_slots, self._last_order = batch.slots, decode_order(batch.starts)
+            self._last_slots = batch.slots
             self._last_uses = int(np.bitwise_or.reduce(self._uses[batch.slots]))
-        return self._last_order, self._last_uses
+        return self._last_uses
 
-    def token_places(self, batch: Batch, packed: Packed) -> list[NDArray[np.int32]]:
-        """Where the tokens of the batch's `scored` stand in the step: decode rows go by their own order."""
-        last = np.cumsum(batch.lengths, dtype=np.int32) - np.int32(1)
-        last[packed.order] = self._arange[: len(packed.order)]
-        begins = last - batch.lengths + 1 - batch.starts
+    def token_places(self, batch: Batch) -> list[NDArray[np.int32]]:
+        """Where the tokens of the batch's `scored` stand in the step."""
+        begins = np.cumsum(batch.lengths, dtype=np.int32) - batch.lengths - batch.starts
         steps = self._arange_tokens
         return [begins[row] + first + steps[:length] for row, first, length, _ in batch.scored]
 
@@ -270,16 +259,6 @@ def _params(row: NewRow, num_stops: int = 0) -> Int32:
         params[[k.COUNTS, k.RESTRICTED]] = shaping.counts, shaping.allowed is not None
         params[[k.PROMPT_LEN, k.NUM_BIASES, k.NUM_WORDS]] = shaping.prompt_len, len(shaping.biases), len(shaping.bad)
     return params
-
-
-# XQA's blocks run in the order of its rows. Up to 80 rows the long ones are best begun first, beyond that last: with
-# lengths spread as in burst-256 that is 5 to 10% and 5% of its time against any order (24 to 256 rows measured).
-LONGEST_FIRST_ROWS = 80
-
-
-def decode_order(starts: Int32) -> NDArray[np.intp]:
-    order = np.argsort(starts, kind="stable")
-    return order[::-1] if len(order) < LONGEST_FIRST_ROWS else order
 
 
 def leading_ones(lengths: Int32) -> int:

@@ -51,10 +51,6 @@ def row_buckets(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-# Of steps with one long row among short ones: few, for they are rare and a graph takes 50 ms at start.
-SPLIT_BUCKETS = (8, 32, 128)
-
-
 def token_buckets(most: int) -> list[int]:
     """Sizes of steps with a prompt chunk: at most a third is padding, from 256 on a fifth on average."""
     sizes = [
@@ -82,6 +78,10 @@ def token_buckets(most: int) -> list[int]:
 
 def bucket(size: int, buckets: Sequence[int]) -> int:
     return buckets[bisect_left(buckets, size)]
+
+
+def _decode_shape(num_rows: int) -> Shape:
+    return Shape(num_rows if num_rows == 1 else max(num_rows, MIN_ROWS), num_rows, False)
 
 
 class GraphRunner:
@@ -127,7 +127,6 @@ class GraphRunner:
         self._count = 0  # forwards launched; the device's counter says the same
         self._must_resync = True  # the device counts the runs before capture too
         self._row_buckets, self._token_buckets = row_buckets(frame.max_rows), token_buckets(frame.max_tokens)
-        self._split_buckets = [size for size in SPLIT_BUCKETS if size < frame.max_rows] + [frame.max_rows]
         self._padded_rows = [bucket(size, self._row_buckets) for size in range(frame.max_rows + 1)]
         self._max_graph_rows = config.cuda_graph_max_batch
         self._forwards: dict[Shape, Run] = {}
@@ -152,7 +151,7 @@ class GraphRunner:
         frame = self._frame
         self._plan_nothing()
         decodes = min(frame.max_rows, frame.max_tokens)
-        self._forward(Shape(frame.max_tokens, decodes, True, True))
+        self._forward(Shape(frame.max_tokens, decodes, True))
         for kind in KINDS:
             self._tail.run(frame.max_rows, kind)
         nothing = torch.zeros(1, dtype=torch.int32, device=frame.state.device)  # slot 0, or token 0 of the step
@@ -189,12 +188,9 @@ class GraphRunner:
         for num_tokens in reversed(self._token_buckets if self._attention.captures_prefill else []):
             for decodes in self._mixed_decodes():
                 if decodes <= num_tokens:
-                    yield Shape(num_tokens, decodes, True, True)
+                    yield Shape(num_tokens, decodes, True)
         for size in reversed(rows):
-            yield self._decode_shape(size, not self._attention.has_xqa)
-        if self._attention.has_xqa:
-            for size in reversed([size for size in self._split_buckets if size <= self._max_graph_rows]):
-                yield self._decode_shape(size, True)
+            yield _decode_shape(size)
 
     def _mixed_decodes(self) -> list[int]:
         """Decode rows a mixed step is padded to: none, few or all. 256 padding rows take a decode kernel 10 us."""
@@ -267,15 +263,10 @@ class GraphRunner:
 
     def _shape_of(self, batch: Batch, num_decodes: int) -> Shape:
         if num_decodes == batch.num_rows:
-            if self._attention.wants_split(batch.starts):
-                return self._decode_shape(bucket(num_decodes, self._split_buckets), True)
-            return self._decode_shape(self._padded_rows[num_decodes], not self._attention.has_xqa)
+            return _decode_shape(self._padded_rows[num_decodes])
         num_tokens = bucket(batch.num_tokens, self._token_buckets)
         decodes = next(size for size in self._mixed_decodes() if size >= num_decodes)
-        return Shape(num_tokens, min(decodes, num_tokens), True, True)
-
-    def _decode_shape(self, num_rows: int, split: bool) -> Shape:
-        return Shape(num_rows if num_rows == 1 else max(num_rows, MIN_ROWS), num_rows, False, split)
+        return Shape(num_tokens, min(decodes, num_tokens), True)
 
     def _pack(self, batch: Batch, entry: int, shape: Shape, num_decodes: int, num_rows: int) -> Packed:
         try:
@@ -366,7 +357,7 @@ class GraphRunner:
     @torch.inference_mode()
     def _score(self, batch: Batch, packed: Packed) -> tuple[Tensor, ...]:
         """[n, WIDTH] of each stretch of prompt, device."""
-        places = self._packer.token_places(batch, packed)
+        places = self._packer.token_places(batch)
         return tuple(
             [
                 self._tail.score(self._put(at), int(batch.slots[row]), first + 1, num_top)
@@ -390,7 +381,7 @@ class GraphRunner:
     def _forward(self, shape: Shape) -> None:
         """Kernels alone, on fixed places: unpack, gather, every layer."""
         frame, model = self._frame, self._model
-        num_tokens, num_decodes, has_prefill, split = shape
+        num_tokens, num_decodes, has_prefill = shape
         slots, positions = frame.slots[:num_tokens], frame.positions[:num_tokens]
         tables, seq_lens = frame.tables[:num_decodes], frame.seq_lens[:num_decodes]
         buffers = Buffers(*(buffer[:num_tokens] for buffer in self._buffers))
@@ -402,11 +393,14 @@ class GraphRunner:
             first_norm.weight, first_norm.eps, buffers.residual, buffers.normed, tables, seq_lens, frame.page_size,
         )  # fmt: skip
 
+        if num_decodes:
+            self._attention.plan_decode(tables, seq_lens)
+
         def attend(layer: int, qkv: Tensor, norm: RMSNorm | None) -> Tensor:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             self._attention.store(layer, qkv, q, weight, eps, self._cos_sin, slots, positions)
             if num_decodes:
-                self._attention.decode(layer, q[:num_decodes], attended[:num_decodes], tables, seq_lens, split=split)
+                self._attention.decode(layer, q[:num_decodes], attended[:num_decodes])
             if has_prefill:  # after decode, whose padding rows are prompt tokens here
                 self._attention.prefill(layer, q, attended)
             return attended.view(num_tokens, -1)

@@ -112,7 +112,7 @@ def _gather(
     x = x * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + at, x.to(normed.dtype.element_ty), mask=inside)
     if token < num_tables:
-        # A token that is no decode row reads one zero of the dummy page: of length 0, XQA makes NaN.
+        # A token that is no decode row reads one zero of the dummy page: a row of length 0 would be nobody's share.
         decodes = token < tl.load(meta + HEADER_DECODES)
         length = tl.where(decodes, position + 1, 1)
         tl.store(seq_lens + token, length)

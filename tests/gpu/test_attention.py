@@ -62,49 +62,53 @@ def attention_over(pool: Pool, heads: int, kind: str = "fa3", window: int | None
     return PagedAttention(kind, [pool.kv], [window], heads, pool.page_table, 4096, 64)
 
 
-def check_decode(pool: Pool, heads: int, *, split: bool, window: int | None = None) -> None:
+def check_decode(pool: Pool, heads: int, window: int | None = None) -> None:
     attention = attention_over(pool, heads, window=window)
     batch, head_dim = len(pool.lengths), pool.kv.shape[-1]
     q = torch.randn(batch, heads, head_dim, device=DEVICE).to(torch.bfloat16)
     seq_lens = torch.tensor(pool.lengths, dtype=torch.int32, device=DEVICE)
+    attention.plan_decode(pool.page_table[1:].contiguous(), seq_lens)
     for _ in range(2):  # the second finds what the first left in the scratch
         out = torch.full_like(q, float("nan"))
-        attention.decode(0, q, out, pool.page_table[1:].contiguous(), seq_lens, split=split)
+        attention.decode(0, q, out)
     for i in range(batch):
         close(out[i : i + 1], expected(q[i : i + 1], pool.row(i + 1), window))
 
 
 EDGES = [1, 63, 64, 65, 127, 128, 129, 8191, 8192]
+MORE_SHAPES = [(8, 8, 128), (12, 2, 128), (14, 2, 64), (16, 1, 256)]
 
 
-@pytest.mark.parametrize("heads,kv_heads,head_dim", SHAPES)
+@pytest.mark.parametrize("heads,kv_heads,head_dim", [*SHAPES, *MORE_SHAPES])
 @pytest.mark.parametrize("batch", [1, 2, 9, 33])
-@pytest.mark.parametrize("split", [False, True], ids=["xqa", "split"])
-def test_decode(heads: int, kv_heads: int, head_dim: int, batch: int, split: bool) -> None:
+def test_decode(heads: int, kv_heads: int, head_dim: int, batch: int) -> None:
     rng = np.random.default_rng(batch)
     lengths = (EDGES + rng.integers(1, 8193, 40).tolist())[:batch] if batch > 1 else [8192]
-    check_decode(Pool(lengths, kv_heads, head_dim, seed=batch), heads, split=split)
+    check_decode(Pool(lengths, kv_heads, head_dim, seed=batch), heads)
 
 
-@pytest.mark.parametrize("heads,kv_heads,head_dim", [*SHAPES, (8, 8, 128), (12, 2, 128), (14, 2, 64), (16, 1, 256)])
+@pytest.mark.parametrize("heads,kv_heads,head_dim", [*SHAPES, *MORE_SHAPES])
 @pytest.mark.parametrize("window", [1, 31, 64, 100, 4096])
 def test_decode_with_a_window(heads: int, kv_heads: int, head_dim: int, window: int) -> None:
-    check_decode(Pool([*EDGES, 32, 4000], kv_heads, head_dim, seed=window), heads, split=False, window=window)
+    check_decode(Pool([*EDGES, 32, 4000], kv_heads, head_dim, seed=window), heads, window)
 
 
 @pytest.mark.parametrize("batch", [2, 16, 64])
 def test_one_long_row_among_short_ones(batch: int) -> None:
     lengths = [100_000, *np.random.default_rng(batch).integers(1, 600, batch - 1).tolist()]
-    pool = Pool(lengths, 8, 128, seed=batch)
-    wants = attention_over(pool, 16).wants_split(np.array(lengths, np.int32) - 1)
-    assert wants == (batch > 2), "of two rows XQA makes 8 chunks each"
-    check_decode(pool, 16, split=wants)
+    check_decode(Pool(lengths, 8, 128, seed=batch), 16)
 
 
-def test_like_rows_are_not_split() -> None:
-    attention = attention_over(Pool([1], 8, 128, seed=0), 16)
-    for lengths in ([8000], [8000] * 16, [200, 2047] * 128, [3000, 1000] * 32):
-        assert not attention.wants_split(np.array(lengths, np.int32))
+def test_a_row_that_is_nan_spoils_no_other() -> None:
+    """Shares run over the rows' ends: what a program holds of one row must not reach the next."""
+    pool = Pool([700] * 40, 8, 128, seed=3)
+    pool.kv[pool.page_table[7, 2].long()] = float("nan")
+    attention = attention_over(pool, 16)
+    q = torch.randn(40, 16, 128, device=DEVICE).to(torch.bfloat16)
+    out = torch.empty_like(q)
+    attention.plan_decode(pool.page_table[1:].contiguous(), torch.full((40,), 700, dtype=torch.int32, device=DEVICE))
+    attention.decode(0, q, out)
+    assert out[6].isnan().all() and not out[:6].isnan().any() and not out[7:].isnan().any()
 
 
 @pytest.mark.parametrize("heads,kv_heads,head_dim,window", [*((*shape, None) for shape in SHAPES), (16, 8, 128, 100)])
