@@ -98,6 +98,8 @@ async def serve_ours(args: argparse.Namespace) -> None:
     from asyncllm.bridge import Abort, Deltas, Inbox, Outbox, Submit, Token
     from asyncllm.llm import AsyncLLM
     from asyncllm.server.app import listening
+    from asyncllm.server.settings import Settings
+    from asyncllm.text.answer import AnswerForm
     from asyncllm.text.detokenizer import TableDetokenizer
     from asyncllm.types import EngineLimits
 
@@ -107,11 +109,16 @@ async def serve_ours(args: argparse.Namespace) -> None:
         eos_ids = ()
         table = tuple(b" tok%04d" % i for i in range(NUM_WORDS))
 
-        def detokenizer(self, skip_special_tokens: bool) -> TableDetokenizer:
+        form = AnswerForm.of("")
+
+        def detokenizer(self, **options: object) -> TableDetokenizer:
             return TableDetokenizer(self.table)
 
-        def encode(self, *args: object, max_len: int | None = None) -> list[int]:
+        def encode(self, *args: object, **options: object) -> list[int]:
             return [1]
+
+        def decode(self, *args: object, **options: object) -> str:
+            return ""
 
     inbox, outbox = Inbox(20_000), Outbox()
     limits = EngineLimits(
@@ -137,12 +144,15 @@ async def serve_ours(args: argparse.Namespace) -> None:
         if tokens:
             outbox.put(Deltas(tokens))
 
-    async with listening(llm, port=0) as url:
+    async with listening(llm, port=0, settings=Settings(send_timeout_s=args.send_timeout_s)) as url:
         print(json.dumps({"port": int(url.rsplit(":", 1)[1])}), flush=True)
         pace = llm.pace
         answer_marks(
             Ticker(args.step_ms / 1e3, step),
-            lambda: {"num_flushes": pace.num_flushes, "gathering": pace.gathering, "num_turns": pace.num_turns},
+            lambda: {
+                "num_flushes": pace.num_flushes, "gathering": pace.gathering, "num_turns": pace.num_turns,
+                "num_live": llm.num_live, "num_unread_bytes": llm.num_unread_bytes,
+            },  # fmt: skip
         )
         await asyncio.Event().wait()
 
@@ -344,7 +354,7 @@ class Server:
     async def start(self, side: str, args: argparse.Namespace) -> None:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, __file__, "--serve", side, "--step-ms", str(args.step_ms), "--pace", args.pace,
-            "--transport", args.transport,
+            "--transport", args.transport, "--send-timeout-s", str(args.send_timeout_s),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24,
         )  # fmt: skip
         self.port = (await self._line())["port"]
@@ -456,6 +466,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SERVERS))
     parser.add_argument("--pace", choices=("adaptive", "every_step", "gather"), default="adaptive", help="ours")
+    parser.add_argument("--send-timeout-s", type=float, default=30.0, help=argparse.SUPPRESS)  # bench/stuck.py's
     parser.add_argument("--serve", choices=tuple(SERVERS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

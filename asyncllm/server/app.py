@@ -17,7 +17,7 @@ from aiohttp import web
 
 from ..errors import EngineDead
 from ..llm import AsyncLLM
-from . import access, admin, anthropic, completions, gate, live, responses, tokens, websocket
+from . import access, admin, anthropic, completions, events, gate, live, responses, tokens, websocket
 from .door import Door, Doors
 from .metrics import Metrics
 from .rates import RATES, Rates
@@ -38,7 +38,8 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
     app[live.RESPONSES] = live.Responses(llm, settings)
     app[tokens.LONG_TEXTS] = asyncio.Semaphore(1)
     app[websocket.SOCKETS] = sockets = websocket.Sockets(llm, settings)
-    app[admin.METRICS] = Metrics(llm, sockets)
+    app[events.OUTFLOWS] = outflows = events.Outflows(settings)
+    app[admin.METRICS] = Metrics(llm, sockets, outflows)
     app[RATES] = Rates(settings.requests_per_minute)
     app.cleanup_ctx.append(websocket.draining)
     app.on_shutdown.append(_close_sockets)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Self
+from weakref import WeakSet
 
 from aiohttp import web
 
@@ -63,6 +64,30 @@ class Outflow:
             self.cut_off()
 
 
+class Outflows:
+    """Every Outflow of this server, for as long as somebody writes to it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._open: WeakSet[Outflow] = WeakSet()
+
+    def __repr__(self) -> str:
+        return f"Outflows({len(self._open)}, {self.num_unsent_bytes} bytes unsent)"
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """What their transports hold: written, and not taken by the kernel."""
+        return sum([outflow.transport.get_write_buffer_size() for outflow in self._open])
+
+    def open(self, transport: asyncio.Transport) -> Outflow:
+        outflow = Outflow(transport, self._settings)
+        self._open.add(outflow)
+        return outflow
+
+
+OUTFLOWS = web.AppKey("outflows", Outflows)
+
+
 def tune(transport: asyncio.Transport, settings: Settings) -> None:
     """Bound what the kernel buffers, and have it find out about peers that are gone without a word."""
     peer = transport.get_extra_info("socket")
@@ -110,7 +135,7 @@ class EventResponse:
             return
         if (transport := self._request.transport) is None:
             raise ConnectionResetError("the client has left")
-        self._outflow = Outflow(transport, self._settings)
+        self._outflow = self._request.app[OUTFLOWS].open(transport)
         self.has_room = self._outflow.has_room
         await self._response.prepare(self._request)
         self._chunked = self._response.headers.get("Transfer-Encoding") == "chunked"  # not for HTTP/1.0

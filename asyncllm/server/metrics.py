@@ -14,15 +14,17 @@ from prometheus_client.utils import floatToGoString
 from ..llm import AsyncLLM
 from ..pace import Histogram
 from ..types import FinishReason
+from .events import Outflows
 from .websocket import Sockets
 
 
 class Metrics(Collector):
     """A collector in a registry of its own: two servers in one process do not add up."""
 
-    def __init__(self, llm: AsyncLLM, sockets: Sockets) -> None:
+    def __init__(self, llm: AsyncLLM, sockets: Sockets, outflows: Outflows) -> None:
         self._llm = llm
         self._sockets = sockets
+        self._outflows = outflows
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -86,7 +88,7 @@ class Metrics(Collector):
             yield _family(f"asyncllm_{name}_seconds", help_text, histogram)
 
     def _num_unsent_bytes(self) -> int:
-        return self._llm.num_unread_bytes + self._sockets.num_unsent_bytes
+        return self._llm.num_unread_bytes + self._sockets.num_unsent_bytes + self._outflows.num_unsent_bytes
 
 
 def _family(name: str, help_text: str, histogram: Histogram) -> HistogramMetricFamily:

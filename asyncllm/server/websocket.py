@@ -30,7 +30,7 @@ from ..wire.responses import (
     decode_update,
 )
 from .completions import check_model
-from .events import Outflow
+from .events import OUTFLOWS, Outflow
 from .gate import LLM, SETTINGS, check_density, check_origin
 from .live import RESPONSES, LiveResponse, ResponseNotFound, Responses
 from .rates import RATES, Rates
@@ -66,7 +66,8 @@ async def upgrade(request: web.Request) -> web.StreamResponse:
     await socket.prepare(request)
     if (transport := request.transport) is None:
         return socket
-    connection = Connection(request.app[LLM], request.app[RESPONSES], settings, socket, transport, request.app[RATES])
+    outflow = request.app[OUTFLOWS].open(transport)
+    connection = Connection(request.app[LLM], request.app[RESPONSES], settings, socket, outflow, request.app[RATES])
     sockets.add(connection)
     try:
         async for message in socket:
@@ -143,7 +144,7 @@ class Connection:
         responses: Responses,
         settings: Settings,
         socket: web.WebSocketResponse,
-        transport: asyncio.Transport,
+        outflow: Outflow,
         rates: Rates,
     ) -> None:
         self.dirty = False
@@ -153,7 +154,7 @@ class Connection:
         self._settings = settings
         self._socket = socket
         self._rates = rates
-        self._outflow = Outflow(transport, settings)
+        self._outflow = outflow
         self.has_room = self._outflow.has_room
         self._frames: list[bytes] = []
         self._num_bytes = 0
@@ -170,7 +171,8 @@ class Connection:
 
     @property
     def num_unsent_bytes(self) -> int:
-        return self._num_bytes + self._outflow.transport.get_write_buffer_size()
+        """Beside what the transport holds."""
+        return self._num_bytes
 
     def give_patience(self, num_unread_bytes: int) -> None:
         self._outflow.give_patience(self._num_bytes + num_unread_bytes)

@@ -11,9 +11,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncllm.pace import GATHER_S, Pace
+from asyncllm.server.events import FULL_BYTES
 from asyncllm.server.settings import Settings
 
 from .conftest import BOTH, TEXT, Serve, Served, endless, until
+from .test_websocket import REQUEST, frame
 
 LONG = {"max_model_len": 2100, "num_pages": 4000, "page_size": 16, "max_running": 50, "max_waiting": 64}
 
@@ -114,6 +116,59 @@ async def test_met_1_counters_agree_with_the_clients_own_tally(serve: Serve) -> 
         for name in ("requests_running", "requests_waiting", "requests_live", "kv_pages_used", "kv_cache_usage"):
             assert after[f"asyncllm_{name}"] == 0
         assert all(after[name] >= value for name, value in before.items() if name.endswith(("_total", "_count")))
+
+
+async def test_met_1_the_loops_health_and_the_engines_load_are_told(serve: Serve) -> None:
+    async with serve(endless, **LONG) as served:
+        shared = "the same beginning of two prompts, a few pages long, " * 2
+        for _ in range(2):
+            await served.complete(shared, max_tokens=100, stream=True)
+        await served.idle()
+        await until(lambda: sum(served.llm.pace.lag.counts) > 0)  # its timer takes 20 ms
+        idle = await families(served)
+        assert idle["asyncllm_cached_tokens_total"] > 0
+        assert idle["asyncllm_flushes_total"] > 0
+        for name in ("request_decode_time", "loop_lag", "hand_off", "inter_token_latency"):
+            assert idle[f"asyncllm_{name}_seconds_count"] == idle[f"asyncllm_{name}_seconds_bucket{{+Inf}}"] > 0, name
+        served.runner.hold(permits=3)
+        served.llm.pace.policy, served.llm.pace.gathering = "gather", True
+        async with served.session.post(served.url + TEXT, json={"prompt": shared, "stream": True, "max_tokens": 9}):
+            busy = await families(served)
+            for name in ("requests_running", "requests_live", "kv_pages_used", "kv_cache_usage", "batch_occupancy"):
+                assert busy[f"asyncllm_{name}"] > idle[f"asyncllm_{name}"] == 0, name
+            assert (idle["asyncllm_flush_gathering"], busy["asyncllm_flush_gathering"]) == (0, 1)
+            assert busy["asyncllm_engine_step"] > idle["asyncllm_engine_step"] > 0
+            served.runner.let_go()
+
+
+def unread(ws: bool) -> bytes:
+    """Sixteen answers at once, asked for over one connection."""
+    if ws:
+        create = {"type": "response.create", "input": "x", "max_output_tokens": 29_000}
+        creates = [json.dumps({**create, "stream_id": f"{i}"}).encode() for i in range(16)]
+        return REQUEST.encode() + b"".join(map(frame, creates))
+    body = json.dumps({"prompt": ["x"] * 16, "stream": True, "max_tokens": 29_000}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@pytest.mark.parametrize("ws", [False, True])
+async def test_met_1_what_waits_for_a_reader_is_told_wherever_it_waits(serve: Serve, ws: bool) -> None:
+    async with serve(endless, **(LONG | {"max_model_len": 30_000, "num_pages": 32_000})) as served:
+        served.llm.pace.policy = "every_step"
+        assert (await families(served))["asyncllm_unsent_bytes"] == 0
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect((host, int(port)))
+            raw.sendall(unread(ws))
+            async with asyncio.timeout(30):
+                while (await families(served))["asyncllm_unsent_bytes"] <= FULL_BYTES:
+                    pass
+        await served.idle()
+        async with asyncio.timeout(30):
+            while (await families(served))["asyncllm_unsent_bytes"]:
+                pass
 
 
 async def watched(served: Served) -> None:
