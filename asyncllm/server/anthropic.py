@@ -76,7 +76,8 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
 def _names(body: CountRequest) -> dict[str, str]:
     """Anthropic's names of what chat calls otherwise."""
     effort = "thinking" if body.output_config is None else "output_config.effort"
-    return {"stop": "stop_sequences", "reasoning_effort": effort, "prompt": "messages"}
+    names = {"stop": "stop_sequences", "prompt": "messages", "response_format": "output_config.format"}
+    return names | {"reasoning_effort": effort}
 
 
 def _is_ours(request: web.Request) -> bool:

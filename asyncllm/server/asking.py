@@ -95,14 +95,17 @@ async def prompt_of(
     return await llm.encode_chat(messages, tools=tools, variables=variables, ending=ending)
 
 
+_LEVEL = re.compile(r"\.(function|json_schema)\b")
+
+
 @contextmanager
 def naming(names: dict[str, str]) -> Iterator[None]:
-    """An error names the field as the other API has it: `names` by chat's, and tools lie one level less deep."""
+    """An error names the field as the other API has it: `names` by chat's, and what lies one level less deep."""
     try:
         yield
     except InvalidRequest as error:
         first, rest = re.split(r"(?=[.\[])|$", error.param or "", maxsplit=1)
-        error.param = (names.get(first, first) + rest.replace(".function", "")) or None
+        error.param = (names.get(first, first) + _LEVEL.sub("", rest)) or None
         raise
 
 

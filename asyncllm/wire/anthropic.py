@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..errors import InvalidRequest
+from .formats import JsonSchema, ResponseFormat
 from .messages import MAX_MESSAGES, MAX_PARTS, add_turn
 from .requests import ChatRequest, Int, decode
 from .tools import Function, NamedFunction, Tool, ToolChoice
@@ -76,8 +77,14 @@ class Thinking(msgspec.Struct):
     display: str | None = None
 
 
+class OutputFormat(msgspec.Struct):
+    type: str
+    schema: dict[str, Any] | None = None
+
+
 class OutputConfig(msgspec.Struct):
     effort: str | None = None
+    format: OutputFormat | None = None
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
@@ -130,6 +137,7 @@ def as_chat(request: CountRequest) -> ChatRequest:
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         reasoning_effort=_effort(request),
+        response_format=_format(request.output_config),
         include_reasoning=request.thinking is None or request.thinking.display != "omitted",
     )
     if request.messages and request.messages[-1].role == "assistant":  # "prefill": the answer goes on from there
@@ -159,6 +167,14 @@ def _tool_choice(choice: Choice) -> str | ToolChoice:
     if choice.type not in words:
         raise InvalidRequest("'tool_choice' is of type auto, any, none, or tool with a name", "tool_choice.type")
     return words[choice.type]
+
+
+def _format(config: OutputConfig | None) -> ResponseFormat | None:
+    if config is None or config.format is None:
+        return None
+    if config.format.type != "json_schema":
+        raise InvalidRequest("the format is of type json_schema", "output_config.format.type")
+    return ResponseFormat("json_schema", JsonSchema("output", config.format.schema))
 
 
 def _effort(request: CountRequest) -> str | None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..errors import InvalidRequest
+from .formats import JsonSchema, ResponseFormat
 from .messages import MAX_MESSAGES, MAX_PARTS, add_turn, arguments_of
 from .requests import ChatRequest, Int, StreamOptions, decode
 from .response_events import decrypted_reasoning
@@ -229,7 +230,6 @@ def as_chat(request: ResponseRequest) -> ChatRequest:
     Raises:
         InvalidRequest: naming what cannot be said so.
     """
-    _check_text(request.text or TextConfig())
     shared = {name: getattr(request, name) for name in _SHARED}
     return ChatRequest(
         messages=[],
@@ -237,6 +237,7 @@ def as_chat(request: ResponseRequest) -> ChatRequest:
         tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or [])],
         tool_choice=_tool_choice(request.tool_choice),
         reasoning_effort=_effort(request.reasoning or Reasoning()),
+        response_format=_format(request.text or TextConfig()),
         logprobs=tells_logprobs(request),
         **shared,
     )
@@ -250,6 +251,7 @@ def tells_logprobs(request: ResponseRequest) -> bool:
 # Chat's names of what responses call otherwise.
 NAMES = {
     "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort", "messages": "input", "prompt": "input",
+    "response_format": "text.format",
 }  # fmt: skip
 _CONVERTED = frozenset(("logprobs", "messages", "max_tokens", "tools", "tool_choice", "reasoning_effort"))
 _SHARED = (set(ChatRequest.__struct_fields__) & set(ResponseRequest.__struct_fields__)) - _CONVERTED
@@ -277,12 +279,14 @@ def _tool_choice(choice: str | ResponseToolChoice | None) -> str | ToolChoice | 
     return ToolChoice("allowed_tools", allowed_tools=AllowedTools(choice.mode or "", tools))
 
 
-def _check_text(text: TextConfig) -> None:
+def _format(text: TextConfig) -> ResponseFormat | None:
     if text.verbosity not in (None, "medium"):
         raise InvalidRequest("'verbosity' is not supported by this server; leave it out", "text.verbosity")
-    if text.format is not None and text.format.type != "text":
-        kind = f"a format of type {text.format.type[:40]!r} is not supported by this server yet"
-        raise InvalidRequest(kind, "text.format.type")
+    if (given := text.format) is None or given.type != "json_schema":
+        return None if given is None else ResponseFormat(given.type)
+    if given.name is None:
+        raise InvalidRequest("a json_schema needs its 'name'", "text.format.name")
+    return ResponseFormat("json_schema", JsonSchema(given.name, given.schema, given.description, given.strict))
 
 
 def _effort(reasoning: Reasoning) -> str | None:
@@ -337,9 +341,14 @@ def echo(request: ResponseRequest) -> dict[str, Any]:
         "tool_choice": said["tool_choice"] or "auto",
         "tools": said["tools"] or [],
         "reasoning": {"effort": said["reasoning"] and said["reasoning"]["effort"], "summary": None},
-        "text": {"format": {"type": "text"}},
+        "text": _echoed(request.text),
         "truncation": request.truncation or "disabled",
     }
+
+
+def _echoed(text: TextConfig | None) -> dict[str, Any]:
+    given = {} if text is None or text.format is None else msgspec.to_builtins(text.format)
+    return {"format": {name: value for name, value in given.items() if value is not None} or {"type": "text"}}
 
 
 def _turn(item: InputItem, path: str) -> dict[str, Any]:

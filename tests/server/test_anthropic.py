@@ -182,6 +182,19 @@ async def test_a_model_thinks_and_calls(serve: Serve, stream: bool) -> None:
         assert (plain["stop_reason"], "<tool_call>" in plain["content"][1]["text"]) == ("end_turn", True)
 
 
+@BOTH
+async def test_an_answer_keeps_to_its_format_and_a_call_can_be_demanded(serve: Serve, stream: bool) -> None:
+    schema = {"type": "object", "properties": {"name": {"enum": ["Ada", "Bob"]}}, "required": ["name"]}
+    form = {"format": {"type": "json_schema", "schema": schema | {"additionalProperties": False}}}
+    async with serve(endless, **LONG) as served:
+        message = await ask(served, stream=stream, output_config=form)
+        assert json.loads(message["content"][0]["text"])["name"] in ("Ada", "Bob")
+        fields = {"tools": [WEATHER], "max_tokens": 500, "stream": stream}
+        for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "get_weather"}):
+            demanded = await ask(served, **fields, tool_choice=choice)
+            assert (demanded["stop_reason"], demanded["content"][-1]["type"]) == ("tool_use", "tool_use")
+
+
 async def test_a_message_is_gone_on_from(serve: Serve) -> None:
     prefilled = [*HI, {"role": "assistant", "content": "Hello"}]
     async with serve(" there.") as served:
@@ -219,6 +232,8 @@ async def test_thinking_is_told_to_the_template(serve: Serve) -> None:
         ({"output_config": {"effort": "low"}}, "output_config.effort"), ({"thinking": {"type": "x"}}, "thinking.type"),
         ({"tools": [{"name": "a b"}]}, "tools[0].name"), ({"tools": [{"name": "f", "type": "x"}]}, "tools[0].type"),
         ({"tools": [{"name": "f", "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 1}}}}, "output_config.format.schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.type"), ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ],
 )  # fmt: skip

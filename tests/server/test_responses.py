@@ -133,7 +133,10 @@ async def test_items_and_the_past(serve: Serve) -> None:
         ({"background": True}, "background"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"), ({"include": ["x"]}, "include[0]"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"), ({"truncation": "some"}, "truncation"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"), ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"), ({"text": {"format": {"type": "x"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strng"}}}}, "text.format.schema"),
+        ({"tool_choice": "required"}, "tool_choice"), ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"conversation": "c"}, "conversation"), ({"max_tokens": 3}, "max_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"), ({"logprobs": True}, "logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"), ({"temperature": 3}, "temperature"),
@@ -184,6 +187,21 @@ async def test_reasoning_and_calls_are_items_streamed_as_whole(serve: Serve) -> 
             one.pop("call_id", None)
         assert last["output"] == whole["output"]
         assert last["usage"]["output_tokens_details"] == whole["usage"]["output_tokens_details"]
+
+
+SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Ada", "Bob"]}}, "required": ["name"]}
+
+
+async def test_text_keeps_to_its_format_and_a_call_can_be_demanded(serve: Serve) -> None:
+    form = {"type": "json_schema", "name": "person", "schema": SCHEMA | {"additionalProperties": False}}
+    async with serve(endless, **LONG) as served:
+        answer = await ask(served, text={"format": form})
+        assert json.loads(answer["output"][0]["content"][0]["text"])["name"] in ("Ada", "Bob")
+        assert (answer["status"], answer["text"]) == ("completed", {"format": form})
+        demanded = await ask(served, tools=[WEATHER], tool_choice="required", max_output_tokens=500)
+        assert demanded["output"][-1]["type"] == "function_call"
+        cut = await ask(served, text={"format": {"type": "json_object"}}, max_output_tokens=9)
+        assert cut["output"][0]["content"][0]["text"].startswith("{")
 
 
 async def test_a_calls_result_goes_on_by_id_or_spelled_out(serve: Serve) -> None:
