@@ -410,7 +410,7 @@ class AsyncLLM:
         self._check_open()
         submission = self._submission(_ids(prompt_ids), params)
         shown = terms.get("shown", ())
-        if terms:
+        if len(terms) > ("shown" in terms):
             submission = _with_terms(submission, terms)
         self._check_backlog(submission)
         if problem := submission.problem(self.limits):

@@ -114,7 +114,11 @@ async def _answer(
         answers = [await stream.result() for stream in streams]
     if (num_choices := params.num_choices) > 1:
         answers = _chosen(answers, params.n, num_choices)
-    return web.Response(body=dialect.reply(head, answers), content_type="application/json")
+    if asked is None:
+        reply = dialect.reply(head, answers)
+    else:  # some 5 us a position, and an echoed prompt may have thousands
+        reply = await asyncio.to_thread(dialect.reply, head, answers)
+    return web.Response(body=reply, content_type="application/json")
 
 
 def _with_details(dialect: Dialect, telling: Telling) -> Dialect:
@@ -223,6 +227,7 @@ class Answer:
         self._only = streams[0] if len(streams) == 1 and not usage_always and is_plain else None
         self._only_chunks = chunks[0]
         self._flowing = False
+        self._opens = num_choices > 1  # all choices in their order, before the first text: openai's helper wants it so
         for stream in streams:
             stream.listen(self)
 
@@ -265,7 +270,9 @@ class Answer:
     def take(self) -> bytes:
         """The events of all unread text, and of the choices that have ended."""
         usage = self.usage() if self._usage_always else None
-        return b"".join([self._take_one(*choice, usage) for choice in list(self._open)])
+        opening = [chunks.open() for _, chunks in self._open] if self._opens else []
+        self._opens = False
+        return b"".join(opening + [self._take_one(*choice, usage) for choice in list(self._open)])
 
     def usage(self) -> Usage:
         """The usage of the request so far, over its choices."""

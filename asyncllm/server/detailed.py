@@ -22,6 +22,9 @@ from ..wire.requests import ChatRequest, CompletionRequest
 class ChoiceChunks(Protocol):
     """One choice's text as events."""
 
+    @property
+    def open(self) -> Callable[[], bytes]: ...
+
     def text(self, text: str, usage: Usage | None = None) -> bytes: ...
 
     def finish(self, reason: FinishReason, usage: Usage | None = None) -> bytes: ...
@@ -169,7 +172,7 @@ class DetailedChoice:
         self._plain = plain
         self._teller = teller
         self._prefix = teller.prompt.text
-        self.reasoning_tokens = plain.reasoning_tokens
+        self.open, self.reasoning_tokens = plain.open, plain.reasoning_tokens
         self.hides_output = teller.wanted.hides_output
 
     def note(

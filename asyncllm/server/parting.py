@@ -88,6 +88,7 @@ class PartedChoice:
         self._parser = parser
         self._parting = parting
         self._num_chars = self._num_reasoning_chars = 0
+        self.open = chunks.open
 
     def text(self, text: str, usage: Usage | None = None) -> bytes:
         """The events of what this text says for certain: none, or several."""

@@ -18,6 +18,10 @@ class PartedChunks:
         self._role: dict[str, Any] = {"role": "assistant"}
         self._num_calls = 0
 
+    def open(self) -> bytes:
+        """The event that opens the choice before it says anything."""
+        return self._event({"content": ""}, None)
+
     def content(self, text: str, usage: Usage | None) -> bytes:
         return self._event({"content": text}, usage)
 
@@ -36,7 +40,7 @@ class PartedChunks:
 
     def finish(self, reason: str, usage: Usage | None) -> bytes:
         """The event that closes the choice."""
-        opening = self._event({"content": ""}, None) if self._role else b""
+        opening = self.open() if self._role else b""
         return opening + self._make({}, reason, usage)
 
     def _tool(self, call: dict[str, Any], usage: Usage | None) -> bytes:

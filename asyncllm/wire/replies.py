@@ -78,6 +78,11 @@ class Chunks:
         self._empty = empty  # what an answer without text is opened with
         self._begun = False
 
+    def open(self) -> bytes:
+        """The event that opens the choice before there is text."""
+        self._begun = True
+        return self._empty
+
     def text(self, text: str, usage: Usage | None = None) -> bytes:
         """The event of one piece of text; the first one opens the choice."""
         if self._begun and usage is None:  # nearly always

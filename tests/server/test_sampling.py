@@ -109,6 +109,36 @@ async def test_SAMP_1_n_choices_each_with_its_own(served: Any) -> None:
     assert len({choice.text for choice in greedy.choices}) == 1
 
 
+async def test_openais_helper_follows_choices_that_begin_at_different_times(served: Any) -> None:
+    """Choices open in their order, whichever speaks first; each says its role once."""
+    _, client = served
+    for extra in ({}, {"logprobs": True}):
+        async with client.chat.completions.stream(
+            model="tiny", messages=HI, n=4, temperature=1.5, seed=3, max_tokens=9, **extra
+        ) as stream:
+            async for _ in stream:
+                pass
+            final = stream.current_completion_snapshot
+        whole = await chat(client, n=4, temperature=1.5, seed=3, max_tokens=9, **extra)
+        assert [c.message.content for c in final.choices] == [c.message.content for c in whole.choices]
+        assert {c.message.role for c in final.choices} == {"assistant"}
+        for mine, theirs in zip(final.choices, whole.choices, strict=True):
+            positions = [[p.token for p in c.logprobs.content] if c.logprobs else [] for c in (mine, theirs)]
+            assert positions[0] == positions[1] and bool(positions[0]) == bool(extra)
+
+
+async def test_logprobs_are_of_the_tokens_that_count(served: Any) -> None:
+    """A stop string drops the text behind it and nothing of what was drawn for it."""
+    _, client = served
+    text = text_of(await chat(client, max_tokens=20))
+    for stop in (text[3:5], text[-2:]):
+        told = await chat(client, max_tokens=20, stop=stop, logprobs=True, return_token_ids=True)
+        choice = told.choices[0]
+        assert len(choice.logprobs.content) == len(choice.token_ids) == told.usage.completion_tokens
+        _, [positions], _ = await joined(await chat(client, max_tokens=20, stop=stop, logprobs=True, stream=True))
+        assert positions == choice.logprobs.content
+
+
 async def test_n_and_a_list_of_prompts(served: Any) -> None:
     _, client = served
     several = await complete(client, prompt=[PROMPT, "One two", "three"], n=2, temperature=1, seed=5)
