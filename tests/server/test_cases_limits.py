@@ -259,7 +259,7 @@ async def test_in_5_unknown_models(serve: Serve) -> None:
 async def test_in_5_fields_work_or_are_refused_by_name(serve: Serve) -> None:
     async with serve("Hello there.") as served:
         for name, value in {
-            "response_format": {"type": "json_object"}, "suffix": "x", "functions": [{}], "audio": {"voice": "x"},
+            "prediction": {"type": "content"}, "suffix": "x", "functions": [{}], "audio": {"voice": "x"},
         }.items():  # fmt: skip
             refused(await served.chat(**{name: value}), name)
             refused(await served.complete(**{name: value}), name)

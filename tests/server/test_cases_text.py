@@ -190,7 +190,7 @@ async def test_sse_headers(serve: Serve) -> None:
         assert "Content-Length" not in answer.headers
 
 
-@pytest.mark.parametrize("fields", [{"n": 0}, {"max_tokens": -1}, {"response_format": {"type": "json_object"}}])
+@pytest.mark.parametrize("fields", [{"n": 0}, {"max_tokens": -1}, {"suffix": "x"}])
 async def test_sse_3_a_refusal_is_plain_json_before_any_event(serve: Serve, fields: dict[str, object]) -> None:
     async with serve() as served:
         too_long = {"messages": [{"role": "user", "content": "x" * 10_000}]}
