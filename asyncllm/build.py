@@ -93,7 +93,7 @@ async def serving(config: Config, fault: str | None = None) -> AsyncIterator[Asy
         chat_template=template,
         model_name=name,
         pace=config.pace,
-        grammars=await asyncio.to_thread(_load_grammars, tokenizer, engine_config, limits),
+        grammars=await asyncio.to_thread(Grammars.of, tokenizer, limits.vocab_size),
     ) as llm:
         yield llm
 
@@ -206,12 +206,6 @@ def _is_count(number: object) -> bool:
 
 def _is_hub_id(model: str | None) -> bool:
     return model is not None and not Path(model).expanduser().exists()
-
-
-def _load_grammars(tokenizer: Tokenizer, config: EngineConfig, limits: EngineLimits) -> Grammars | None:
-    if config.device == "cuda" and config.attention != "sdpa":
-        return None  # the graphs' tails take no masks yet
-    return Grammars.of(tokenizer, limits.vocab_size)
 
 
 def _mask_threads() -> int:

@@ -1,5 +1,5 @@
 """GPU workloads on one engine, one JSON line each: burst-256, one stream, prefill-heavy, shared prefix; and burst-256
-with penalties, or with log probabilities, on all rows.
+with penalties, with log probabilities, or with a JSON schema, on all rows.
 
     python -m bench.burst MODEL [--work burst one ...] [--runs 3] [--no-overlap] [--burn] [--option num_pages=900 ...]
 
@@ -27,8 +27,26 @@ from asyncllm import build
 from asyncllm import config as configs
 from asyncllm.engine.loop import Engine
 from asyncllm.llm import AsyncLLM
-from asyncllm.types import SamplingParams
+from asyncllm.types import GrammarSpec, SamplingParams
 
+# As tools and tables have it: keys, an enum, numbers, free and patterned text. More items than fit any answer.
+ENDLESS = {
+    "type": "array",
+    "minItems": 10_000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40},
+            "kind": {"enum": ["person", "place", "thing"]},
+            "code": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
+            "score": {"type": "number"},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+            "seen": {"type": "boolean"},
+        },
+        "required": ["name", "kind", "code", "score", "tags", "seen"],
+        "additionalProperties": False,
+    },
+}
 # A seed no run of this process has had, for the engine keeps the pages of what it has seen.
 _FRESH = itertools.count()
 
@@ -75,12 +93,18 @@ def logprobs(run: int) -> list[Request]:
     return _with(burst(run), logprobs=5)
 
 
+def schema(run: int) -> list[Request]:
+    """burst, with a JSON schema on every row that no answer completes."""
+    return _with(burst(run), grammar=GrammarSpec("json", json.dumps(ENDLESS)))
+
+
 def _with(requests: list[Request], **changes: Any) -> list[Request]:
     return [r._replace(params=msgspec.structs.replace(r.params, **changes)) for r in requests]
 
 
 WORKS = {
     "burst": burst, "one": one, "prefill": prefill, "shared": shared, "penalties": penalties, "logprobs": logprobs,
+    "schema": schema,
 }  # fmt: skip
 
 
@@ -158,6 +182,10 @@ async def open_house(model: str, **options: Any) -> AsyncIterator[House]:
         yield House(llm, engine.runner, engine, clock, overlap, time.monotonic() - began_s)
 
 
+async def compiled(llm: AsyncLLM, request: Request) -> Request:
+    return request._replace(params=await llm.compiled(request.params))
+
+
 async def generate(llm: AsyncLLM, requests: list[Request]) -> tuple[float, int, list[float]]:
     """Seconds, output tokens, and each request's time to the first token."""
 
@@ -197,7 +225,7 @@ async def measure(house: House, work: str, runs: int) -> dict[str, Any]:
     figures: list[dict[str, float]] = []
     for _ in range(runs + 1):
         house.clock.take()
-        requests = WORKS[work](next(_FRESH))
+        requests = [await compiled(house.llm, request) for request in WORKS[work](next(_FRESH))]
         seconds, num_tokens, firsts_s = await generate(house.llm, requests)
         steps = house.clock.take()
         longest = max(request.params.max_tokens or 1 for request in requests)

@@ -36,21 +36,22 @@ class Kind(NamedTuple):
     cut: bool = False  # top_k, top_p or min_p
     shape: bool = False  # biases, allowed ids, bad words, stop ids before min_tokens, penalties
     rank: bool = False  # log probabilities
+    mask: bool = False  # grammars
 
     @classmethod
     def of(cls, uses: int) -> "Kind":
-        """Of SAMPLES, CUTS, SHAPES and RANKS together. With the latter two the others come along: kernels that find
-        no row of theirs cost less than graphs of every combination."""
-        more = uses >= SHAPES
-        return cls(more or uses > 0, more or bool(uses & CUTS), bool(uses & SHAPES), bool(uses & RANKS))
+        """Of SAMPLES, CUTS, SHAPES, RANKS and MASKS together. With the latter three the first come along, with MASKS
+        all but RANKS: kernels that find no row of theirs cost less than graphs of every combination."""
+        more, masks = uses >= SHAPES, bool(uses & MASKS)
+        return cls(more or uses > 0, more or bool(uses & CUTS), masks or bool(uses & SHAPES), bool(uses & RANKS), masks)
 
     def __str__(self) -> str:
         return "+".join(name for name, on in self._asdict().items() if on) or "greedy"
 
 
-SAMPLES, CUTS, SHAPES, RANKS = 1, 2, 4, 8
-KIND_OF = tuple(Kind.of(uses) for uses in range(16))
-KINDS = tuple(Kind.of(uses) for uses in (0, SAMPLES, SAMPLES | CUTS, SHAPES, RANKS, SHAPES | RANKS))
+SAMPLES, CUTS, SHAPES, RANKS, MASKS = 1, 2, 4, 8, 16
+KIND_OF = tuple(Kind.of(uses) for uses in range(32))
+KINDS = tuple(Kind.of(u) for u in (0, SAMPLES, SAMPLES | CUTS, SHAPES, RANKS, SHAPES | RANKS, MASKS, MASKS | RANKS))
 
 
 class Shape(NamedTuple):
@@ -102,6 +103,7 @@ class Frame:
         self.tables = device.zeros((self.max_rows, self.max_pages), torch.int32)  # of the step's decode rows
         self.seq_lens = device.zeros((self.max_rows,), torch.int32)
         self.outputs = device.zeros((OUTPUT_RING, self.max_rows), torch.int32)
+        self.masks = device.zeros((self.max_rows * (1 + num_words),), torch.int32)  # of the step, by barring.py
         self.ranked = device.zeros((OUTPUT_RING, self.max_rows, WIDTH), torch.int32)  # log probabilities, by ranking.py
 
     def __repr__(self) -> str:
@@ -153,6 +155,8 @@ class Packer:
             uses = self._same_uses(batch)
         else:
             uses = int(np.bitwise_or.reduce(self._uses[batch.slots[batch.wants_token]])) if num_rows else 0
+        if len(batch.masked):
+            uses |= MASKS
         token_slots[:count], token_positions[:count] = batch.slots[:count], batch.starts[:count]
         rows = entry[k.HEADER : k.HEADER + num_rows]
         last: Int32

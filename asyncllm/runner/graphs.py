@@ -14,6 +14,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from ..models.layers import Decoder, RMSNorm, RotaryTable
 from . import kernels as k
 from .frame import KINDS, Frame, Kind, Packed, Packer, Shape, TooLong, leading_ones
 from .graph_step import GraphStep, More
+from .masks import UndrawnStep
 from .penalties import recount
 from .ranking import WIDTH
 from .state import OUTPUT_RING
@@ -116,12 +118,15 @@ class GraphRunner:
         self._host_tokens = self._host_outputs.numpy()
         self._host_ranked = torch.zeros(RING, frame.max_rows, WIDTH, dtype=torch.int32, pin_memory=True)
         self._host_ranks = self._host_ranked.numpy()
+        self._host_masks_tensor = torch.zeros(len(frame.masks), dtype=torch.int32, pin_memory=True)
+        self._host_masks = self._host_masks_tensor.numpy()
         # The driver takes addresses. All of these tensors live as long as the runner and are never reallocated.
         self._ring_ptr, self._host_ring_ptr = frame.ring.data_ptr(), self._host_ring.data_ptr()
         self._outputs_ptr, self._host_outputs_ptr = frame.outputs.data_ptr(), self._host_outputs.data_ptr()
         self._ranked_ptr, self._host_ranked_ptr = frame.ranked.data_ptr(), self._host_ranked.data_ptr()
         self._driver = driver = Driver()
         self._sent, self._done, self._copied = ([driver.new_event() for _ in range(RING)] for _ in range(3))
+        self._masked = driver.new_event()
         streams = device.schedule_stream, device.engine_stream, device.copy_stream
         self._schedule_stream, self._engine_stream, self._copy_stream = (stream.cuda_stream for stream in streams)
         self._count = 0  # forwards launched; the device's counter says the same
@@ -222,10 +227,15 @@ class GraphRunner:
 
     # -- one step --
 
-    def launch(self, batch: Batch) -> GraphStep:
+    def launch(self, batch: Batch) -> GraphStep | UndrawnStep:
         """Raises EngineDead where the GPU is beyond repair, anything else for a step that failed alone."""
-        try:
+        with self._failing():
             return self._launch(batch)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             self._must_resync = True
             raise fatal(error) or error from error
@@ -239,7 +249,7 @@ class GraphRunner:
             self._graphs.clear()
             self._attention.use_pages([])
 
-    def _launch(self, batch: Batch) -> GraphStep:
+    def _launch(self, batch: Batch) -> GraphStep | UndrawnStep:
         self._device.assert_on_engine_stream()
         if batch.new_rows:
             self._packer.note(batch)
@@ -259,7 +269,25 @@ class GraphRunner:
         if batch.new_rows:
             self._recount(batch)
         scored = self._score(batch, packed) if batch.scored else ()
-        return self._finish(batch, entry, packed, scored)
+        if not len(batch.masked):
+            return self._finish(batch, entry, packed, scored)
+        # No older step has them any more: this one is drawn only once those before it are committed.
+        masks = self._host_masks[self._frame.max_rows :].reshape(self._frame.max_rows, -1)[: len(batch.masked)]
+        return UndrawnStep(masks, lambda masks: self._draw(batch, entry, packed, scored))
+
+    def _draw(self, batch: Batch, entry: int, packed: Packed, scored: tuple[Tensor, ...]) -> GraphStep:
+        """The masks in the pinned ring to the device, and the tail behind them."""
+        with self._failing():
+            driver, frame = self._driver, self._frame
+            numbers = self._host_masks[: frame.max_rows]
+            numbers.fill(-1)
+            rows = np.searchsorted(np.flatnonzero(batch.wants_token), batch.masked)
+            numbers[rows] = np.arange(len(rows), dtype=np.int32)
+            used = frame.max_rows + len(rows) * -(-self._num_tokens // 32)
+            driver.copy_in(frame.masks.data_ptr(), self._host_masks_tensor.data_ptr(), 4 * used, self._schedule_stream)
+            driver.record(self._masked, self._schedule_stream)
+            driver.wait(self._engine_stream, self._masked)
+            return self._finish(batch, entry, packed, scored)
 
     def _shape_of(self, batch: Batch, num_decodes: int) -> Shape:
         if num_decodes == batch.num_rows:

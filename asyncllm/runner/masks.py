@@ -4,6 +4,7 @@ GPU thread. It never knows grammars or which request a row is.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attention.base import Int64, Put
+from ..engine.batch import Launched
+
+
+class UndrawnStep(NamedTuple):
+    """A step whose forward is launched and whose tail waits for its masks."""
+
+    masks: NDArray[np.int32]  # [num_masked, num_words]: to be filled
+    tail: Callable[[NDArray[np.int32]], Launched]
+
+    def draw(self) -> Launched:
+        return self.tail(self.masks)
 
 
 class Mask(NamedTuple):

@@ -4,7 +4,6 @@ GPU thread. It never waits for the device and never reads it back inside launch:
 one packed transfer a step. It never knows requests, text or why a row is in the batch.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -23,21 +22,11 @@ from ..engine.batch import Batch, NewRow, StepResult
 from ..models.config import ModelConfig
 from ..models.layers import Decoder, Placement, PlainLinear, pack_linear
 from ..models.loader import load_model
-from .masks import Mask
+from .masks import Mask, UndrawnStep
 from .sampler import Draw, SamplingRows, pick
 from .scoring import SCORED_ROWS, score, split
 from .shaping import Shape, SlotShaping, stage_recount
 from .state import OUTPUT_RING, Deltas, SlotSampling, Tables
-
-
-class UndrawnStep(NamedTuple):
-    """The forward is launched; the tail waits for its masks."""
-
-    masks: NDArray[np.int32]
-    tail: "Callable[[NDArray[np.int32]], LaunchedStep]"
-
-    def draw(self) -> "LaunchedStep":
-        return self.tail(self.masks)
 
 
 class LaunchedStep:

@@ -2,8 +2,8 @@
 
 GPU thread. Kernels alone, on fixed places, so that a graph can hold it. It never knows models' insides or batches.
 
-Order: shape (biases, allowed ids, bad words, penalties), cut (top_k, top_p, min_p), draw, rank (log probabilities, of
-the logits as the model left them).
+Order: shape (biases, allowed ids, bad words, penalties), mask (grammars), cut (top_k, top_p, min_p), draw, rank (log
+probabilities, of the logits as the model left them).
 """
 
 import torch
@@ -13,6 +13,7 @@ from ..device.base import Device
 from ..models.fused import Buffers, FusedDecoder
 from ..types import MAX_LOGPROBS
 from . import kernels as k
+from .barring import bar
 from .cutoff import NUM_KEYS, find_cuts
 from .frame import Frame, Kind
 from .penalties import shape
@@ -48,6 +49,8 @@ class Tail:
             if kind.rank:
                 raw = self._raw[:num_rows].copy_(logits)
             shape(*where, frame.rules, frame.allowed, frame.counts, frame.token_pool, logits)
+        if kind.mask:
+            bar(frame.masks, logits, self._num_tokens, frame.max_rows)
         if kind.cut:
             find_cuts(*where, logits, self._counts, self._cut, self._num_tokens)
         k.draw(

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,7 @@ from asyncllm.device.cpu import CpuDevice
 from asyncllm.engine.batch import NO_TOKEN, Batch, NewRow
 from asyncllm.runner import kernels as k
 from asyncllm.runner.frame import KINDS, Frame, Kind, Packed, Packer, Shape
+from asyncllm.runner.masks import Mask
 from asyncllm.runner.penalties import recount
 from asyncllm.runner.ranking import WIDTH
 from asyncllm.runner.sampler import Draw, SamplingRows, pick
@@ -64,12 +66,16 @@ class House:
         self.texts: dict[int, list[int]] = {}
         self._step = 0
 
-    def step(self, new: list[NewRow], given: torch.Tensor) -> tuple[list[int], Kind]:
-        """Every slot draws once from its row of `given`, as the reference does."""
+    def step(
+        self, new: list[NewRow], given: torch.Tensor, masked: dict[int, np.ndarray] | None = None
+    ) -> tuple[list[int], Kind]:
+        """Every slot draws once from its row of `given`, as the reference does; `masked` are masks by row."""
         for row in new:
             self.texts[row.slot] = row.token_ids.tolist()
         rows = [(slot, len(text) - 1, 1, True) for slot, text in self.texts.items()]
         batch = make_batch(self._step, rows, new)
+        if masked is not None:
+            batch = msgspec.structs.replace(batch, masked=np.array(list(masked), np.int32))
         packed = self.pack(batch)
         counted_rows = [row for row in new if row.shaping is not None and row.shaping.counts]
         if counted_rows:
@@ -77,12 +83,13 @@ class House:
             longest = max(len(row.token_ids) for row in counted_rows)
             recount(slots, self.frame.params, self.frame.token_pool, self.frame.counts, longest)
         self.model.given = torch.zeros(MAX_ROWS, VOCAB, dtype=torch.bfloat16, device=DEVICE)
-        # Decode rows stand in the step by an order of their own.
-        self.model.given[: len(rows)] = given[torch.from_numpy(packed.order.copy())].to(DEVICE)
+        self.model.given[: len(rows)] = given.to(DEVICE)
+        if masked is not None:
+            self.send_masks(batch, masked)
         self.tail.run(MAX_ROWS, packed.kind)
         drawn = self.frame.outputs[self._step % 4, : len(rows)].tolist()
         told = self.told(batch)
-        expected, expected_told = self.reference(batch, given[:, :NUM_TOKENS])
+        expected, expected_told = self.reference(batch, given[:, :NUM_TOKENS], masked or {})
         assert drawn == expected
         for (got, want), row in zip(zip(told, expected_told, strict=True), batch.slots.tolist(), strict=True):
             self.compare(got, want, row)
@@ -96,7 +103,7 @@ class House:
         frame = self.frame
         self.packer.note(batch)
         entry = np.zeros(frame.entry_len, np.int32)
-        packed = self.packer.pack(batch, entry, Shape(16, batch.num_rows, False, False), batch.num_rows, batch.num_rows)
+        packed = self.packer.pack(batch, entry, Shape(16, batch.num_rows, False), batch.num_rows, batch.num_rows)
         frame.ring[self._step % 4] = torch.from_numpy(entry).to(DEVICE)
         frame.counter.fill_(self._step)
         k.unpack(frame.ring, frame.counter, frame.meta, frame.state, frame.slots, frame.positions)
@@ -107,7 +114,15 @@ class House:
         asked = self.packer.num_top[batch.slots]
         return [read(ranked[i : i + 1], 1) if asked[i] >= 0 else None for i in range(batch.num_rows)]
 
-    def reference(self, batch: Batch, given: torch.Tensor) -> tuple[list[int], list[Any]]:
+    def send_masks(self, batch: Batch, masked: dict[int, np.ndarray]) -> None:
+        numbers = np.full(MAX_ROWS, -1, np.int32)
+        numbers[list(masked)] = np.arange(len(masked))
+        words = np.concatenate([numbers, *masked.values()])
+        self.frame.masks[: len(words)] = torch.from_numpy(words).to(DEVICE)
+
+    def reference(
+        self, batch: Batch, given: torch.Tensor, masked: dict[int, np.ndarray]
+    ) -> tuple[list[int], list[Any]]:
         self.sampling.write(batch.new_rows)
         self.shaping.write(batch.new_rows)
         slots, positions = batch.slots.astype(np.int64), (batch.starts + 1).astype(np.int64)
@@ -120,6 +135,9 @@ class House:
         shaped = given.clone()
         if (shape := self.shaping.stage(slots, positions, NUM_TOKENS, 201, torch.from_numpy)) is not None:
             shape.apply(shaped, pool, counts)
+        if masked:
+            words = np.stack(list(masked.values()))
+            Mask.of(np.array(list(masked)), words, NUM_TOKENS, torch.from_numpy).apply(shaped)
         banned = self.sampling.banned(slots, positions, NUM_TOKENS)
         sampling, at = self.sampling, np.flatnonzero(self.sampling.temperature[slots] > 0)
         of = slots[at]
@@ -198,9 +216,27 @@ def test_each_kind_is_chosen_and_draws_as_the_reference(kind: Kind) -> None:
         more["num_logprobs"] = 5
     if kind == Kind(True, True):
         more["top_p"] = 0.8
+    masked = {1: mask_of(range(0, NUM_TOKENS, 5))} if kind.mask else None
     new = [new_row(1, text(1, 6)), new_row(2, text(2, 8), **more)]
     for seed in range(3):
-        assert house.step(new if not seed else [], logits(2, seed))[1] == kind
+        drawn, chosen = house.step(new if not seed else [], logits(2, seed), masked)
+        assert chosen == kind and (not kind.mask or drawn[1] % 5 == 0)
+
+
+def mask_of(ids: Any) -> np.ndarray:
+    bits = np.zeros(32 * -(-NUM_TOKENS // 32), np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def test_masked_rows_among_others_and_what_no_mask_leaves() -> None:
+    house = House()
+    masks = {1: mask_of([NUM_TOKENS - 1]), 4: mask_of(range(31, 65)), 6: mask_of([])}
+    drawn, kind = house.step(mixed_rows(), logits(8, 0), masks)
+    assert kind == Kind(True, True, True, True, True)
+    assert drawn[1] == NUM_TOKENS - 1 and 31 <= drawn[4] < 65 and drawn[6] == NO_TOKEN
+    house.step([], logits(8, 1), {7: mask_of(range(9))})
+    house.step([], logits(8, 2))
 
 
 def test_rows_alone_draw_what_they_draw_among_others() -> None:
@@ -219,7 +255,7 @@ def test_equal_logits_rank_by_id_and_a_broken_row_ends_alone() -> None:
     batch = make_batch(1, [(1, 5, 1, True), (2, 5, 1, True)])
     packed = house.pack(batch)
     given = torch.ones(MAX_ROWS, VOCAB, dtype=torch.bfloat16, device=DEVICE)
-    given[int(np.flatnonzero(packed.order == 1)[0]), 17] = float("nan")
+    given[1, 17] = float("nan")
     house.model.given = given
     house.tail.run(MAX_ROWS, packed.kind)
     assert house.frame.outputs[1, :2].tolist() == [0, NO_TOKEN]
