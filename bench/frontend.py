@@ -144,7 +144,8 @@ async def serve_ours(args: argparse.Namespace) -> None:
         if tokens:
             outbox.put(Deltas(tokens))
 
-    async with listening(llm, port=0, settings=Settings(send_timeout_s=args.send_timeout_s)) as url:
+    settings = Settings(send_timeout_s=args.send_timeout_s, heartbeat_s=1e6)  # the client here answers no ping
+    async with listening(llm, port=0, settings=settings) as url:
         print(json.dumps({"port": int(url.rsplit(":", 1)[1])}), flush=True)
         pace = llm.pace
         answer_marks(
