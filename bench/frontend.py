@@ -20,10 +20,12 @@ import resource
 import shlex
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -94,39 +96,37 @@ def answer_marks(ticker: Ticker, more: Callable[[], dict[str, Any]] = dict) -> N
     asyncio.get_running_loop().add_reader(0, mark)
 
 
+def words() -> Any:
+    """A tokenizer whose first ids are the words that the fake engine says; the others are bytes."""
+    import tokenizers
+
+    from asyncllm.text.tokenizer import Tokenizer
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: i for i, text in enumerate([*(f"Ġtok{i:04d}" for i in range(NUM_WORDS)), *alphabet])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    with tempfile.TemporaryDirectory() as folder:
+        backend.save(f"{folder}/tokenizer.json")
+        return Tokenizer.from_folder(Path(folder))
+
+
 async def serve_ours(args: argparse.Namespace) -> None:
     from asyncllm.bridge import Abort, Deltas, Inbox, Outbox, Submit, Token
     from asyncllm.llm import AsyncLLM
     from asyncllm.server.app import listening
     from asyncllm.server.settings import Settings
-    from asyncllm.text.answer import AnswerForm
-    from asyncllm.text.detokenizer import TableDetokenizer
+    from asyncllm.text.chat import ChatTemplate
     from asyncllm.types import EngineLimits
-
-    class Words:
-        """As much of a tokenizer and a chat template as AsyncLLM asks for."""
-
-        eos_ids = ()
-        table = tuple(b" tok%04d" % i for i in range(NUM_WORDS))
-
-        form = AnswerForm.of("")
-
-        def detokenizer(self, **options: object) -> TableDetokenizer:
-            return TableDetokenizer(self.table)
-
-        def encode(self, *args: object, **options: object) -> list[int]:
-            return [1]
-
-        def decode(self, *args: object, **options: object) -> str:
-            return ""
 
     inbox, outbox = Inbox(20_000), Outbox()
     limits = EngineLimits(
-        vocab_size=NUM_WORDS, max_model_len=ENDLESS, max_prompt_len=99, max_running=10_000, max_waiting=0
+        vocab_size=NUM_WORDS + 256, max_model_len=ENDLESS, max_prompt_len=99, max_running=10_000, max_waiting=0
     )
-    words: Any = Words()
+    template = ChatTemplate("{{ messages[-1].content }}")
     llm = AsyncLLM(
-        inbox=inbox, outbox=outbox, limits=limits, tokenizer=words, chat_template=words, model_name="fake",
+        inbox=inbox, outbox=outbox, limits=limits, tokenizer=words(), chat_template=template, model_name="fake",
         pace=args.pace,
     )  # fmt: skip
     rows: dict[str, int] = {}
