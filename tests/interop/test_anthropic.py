@@ -1,12 +1,13 @@
 """The anthropic package: whole, streamed, counted, refused, left."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 pytest.importorskip("anthropic")
 
 import anthropic
+from pydantic import BaseModel, ConfigDict
 
 from ..server.conftest import HI, MODEL, Serve, Served, endless
 from ..text import toys
@@ -53,6 +54,17 @@ async def test_leaving_a_stream_ends_it(serve: Serve) -> None:
                 break
         await served.idle()
         assert served.llm.totals.finished["abort"] == 1
+
+
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: Literal["Ada", "Bob"]
+
+
+async def test_structured_output(serve: Serve) -> None:
+    async with serve(endless, **LONG) as served, client_of(served) as client:
+        message = await client.messages.parse(model=MODEL, max_tokens=64, messages=HI, output_format=Person)
+        assert isinstance(message.parsed_output, Person)
 
 
 CALL = '<think>hm</think>So:<tool_call>\n{"name": "get_weather", "arguments": {"city": "Brno"}}\n</tool_call>'

@@ -93,8 +93,15 @@ async def test_in_node(serve: Serve, script: str) -> None:
 LLM_MODELS = """
 - {{model_id: chat, model_name: {model}, api_base: "{url}/v1", supports_tools: true}}
 - {{model_id: text, model_name: {model}, api_base: "{url}/v1", completion: true}}
+- {{model_id: schema, model_name: {model}, api_base: "{url}/v1", supports_schema: true}}
 - {{model_id: none, model_name: no-such, api_base: "{url}/v1"}}
 """
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Bob"]}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
 TOOL = "def get_weather(city: str) -> str:\n    return 'sunny in ' + city"
 
 
@@ -111,6 +118,8 @@ async def test_llm(serve: Serve, tmp_path: Path) -> None:
         for stream in ([], ["--no-stream"]):
             told = await run(llm, "-m", "chat", "--functions", TOOL, "--tools-debug", "weather? CALL", *stream, **env)
             assert "sunny in Brno" in told and told.strip().endswith(TEXT)
+        person = await run(llm, "-m", "schema", "--schema", json.dumps(SCHEMA), "hi", **env)
+        assert json.loads(person)["name"] in ("Ada", "Bob")
         with pytest.raises(AssertionError, match="no-such"):
             await run(llm, "-m", "none", "hi", **env)
 

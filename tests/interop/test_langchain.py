@@ -1,12 +1,14 @@
 """LangChain's ChatOpenAI."""
 
 import asyncio
+from typing import Literal
 
 import pytest
 
 pytest.importorskip("langchain_openai")
 
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, ConfigDict
 
 from ..server.conftest import MODEL, Serve
 
@@ -31,4 +33,30 @@ async def test_responses(serve: Serve) -> None:
         )
         assert (await chat.ainvoke("hi")).text == "Hello there."
         assert "".join([chunk.text async for chunk in chat.astream("hi")]) == "Hello there."
+        await chat.root_async_client.close()
+
+
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: Literal["Ada", "Bob"]
+
+
+@pytest.mark.parametrize("responses", [False, True])
+async def test_tools_and_structured_output(serve: Serve, responses: bool) -> None:
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Brno"}}\n</tool_call>'
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    async with serve(call, max_model_len=2048, num_pages=600) as served:
+        chat = ChatOpenAI(
+            model=MODEL, base_url=served.url + "/v1", api_key="-", max_retries=0, use_responses_api=responses
+        )
+        bound = chat.bind_tools([tool])
+        whole = await bound.ainvoke("hi")
+        gathered = None
+        async for chunk in bound.astream("hi"):
+            gathered = chunk if gathered is None else gathered + chunk
+        for answer in (whole, gathered):
+            [made] = answer.tool_calls
+            assert (made["name"], made["args"]) == ("get_weather", {"city": "Brno"})
+        assert isinstance(await chat.with_structured_output(Person, method="json_schema").ainvoke("hi"), Person)
         await chat.root_async_client.close()

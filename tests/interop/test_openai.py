@@ -1,11 +1,12 @@
 """The openai package's responses: whole, streamed, kept, resumed; its WebSocket connection and its lane session."""
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai.types.responses import Response
+from pydantic import BaseModel, ConfigDict
 
 from ..server.conftest import HI, MODEL, Serve, Served, endless
 from ..text import toys
@@ -98,6 +99,23 @@ async def test_chat_with_tools(serve: Serve) -> None:
         for choice in (whole, final):
             assert (choice.message.content, choice.finish_reason) == ("So:", "tool_calls")
             assert choice.message.tool_calls[0].function.arguments == '{"city": "Brno"}'
+
+
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: Literal["Ada", "Bob"]
+    age: Literal[7, 77]
+
+
+async def test_structured_output(serve: Serve) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}]
+    async with serve(endless, **LONG) as served, client_of(served) as client:
+        chat = await client.chat.completions.parse(model=MODEL, messages=messages, response_format=Person)
+        response = await client.responses.parse(model=MODEL, input="hi", text_format=Person)
+        for parsed in (chat.choices[0].message.parsed, response.output_parsed):
+            assert isinstance(parsed, Person)
+        async with client.responses.stream(model=MODEL, input="hi", text_format=Person) as stream:
+            assert (await stream.get_final_response()).output_parsed == response.output_parsed
 
 
 async def test_resuming_and_cancelling_by_its_own_calls(serve: Serve) -> None:

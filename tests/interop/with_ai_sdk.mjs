@@ -1,7 +1,7 @@
 // Vercel's AI SDK with its OpenAI-compatible provider: `with_ai_sdk.mjs URL MODEL`.
 import assert from "node:assert/strict";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, jsonSchema, stepCountIs, streamText, tool } from "ai";
+import { generateText, jsonSchema, Output, stepCountIs, streamText, tool } from "ai";
 
 const [url, name] = process.argv.slice(2);
 const provider = createOpenAICompatible({ name: "asyncllm", baseURL: `${url}/v1`, apiKey: "-", includeUsage: true });
@@ -28,6 +28,15 @@ const parts = [];
 for await (const part of streamText({ model, prompt: "CALL", tools, maxRetries: 0 }).fullStream) parts.push(part);
 assert.deepEqual(parts.find((part) => part.type === "tool-call").input, { city: "Brno" });
 assert.equal(parts.at(-1).finishReason, "tool-calls");
+
+const schema = jsonSchema({
+  type: "object", properties: { name: { enum: ["Ada", "Bob"] } }, required: ["name"], additionalProperties: false,
+});
+const structured = await generateText({
+  model: createOpenAICompatible({ name: "asyncllm", baseURL: `${url}/v1`, supportsStructuredOutputs: true })(name),
+  prompt: "hi", output: Output.object({ schema }), maxRetries: 0,
+});
+assert.match(structured.output.name, /^(Ada|Bob)$/);
 
 const completion = await generateText({ model: provider.completionModel(name), prompt: "hi", maxRetries: 0, maxOutputTokens: 60 });
 assert.equal(completion.text, TEXT);

@@ -1,11 +1,14 @@
 """LlamaIndex's OpenAILike, run by a Python that has it: `with_llamaindex.py URL MODEL`. An assertion fails the run."""
 
 import asyncio
+import json
 import sys
+from typing import Literal
 
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
+from pydantic import BaseModel
 
 TEXT = "Hello ďábelské 😀."
 
@@ -37,6 +40,25 @@ async def main(url: str, model: str) -> None:
     parts = [part async for part in await chat.astream_chat_with_tools([tool], user_msg="weather? CALL")]
     [call] = chat.get_tool_calls_from_response(parts[-1])
     assert (call.tool_name, call.tool_kwargs) == ("get_weather", {"city": "Brno"})
+
+
+    answer = await chat.as_structured_llm(Person).achat(messages)
+    assert answer.raw.name in ("Ada", "Bob"), answer
+    legal = await chat.achat(messages, response_format=RESPONSE_FORMAT)
+    assert json.loads(legal.message.content)["name"] in ("Ada", "Bob")
+
+
+class Person(BaseModel):
+    name: Literal["Ada", "Bob"]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Bob"]}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
 
 
 async def refused(chat: OpenAILike) -> None:

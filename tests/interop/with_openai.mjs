@@ -49,6 +49,12 @@ const again = await client.responses.create({
 });
 assert.equal(again.output_text, TEXT);
 
+const schema = { type: "object", properties: { name: { enum: ["Ada", "Bob"] } }, required: ["name"], additionalProperties: false };
+const structured = await client.chat.completions.create({
+  model, messages, response_format: { type: "json_schema", json_schema: { name: "person", strict: true, schema } },
+});
+assert.match(JSON.parse(structured.choices[0].message.content).name, /^(Ada|Bob)$/);
+
 assert.equal((await client.models.list()).data[0].id, model);
 await assert.rejects(client.chat.completions.create({ model: "no-such", messages }), OpenAI.NotFoundError);
 await assert.rejects(client.chat.completions.create({ model, messages, temperature: 9 }), OpenAI.BadRequestError);
