@@ -5,6 +5,7 @@ Loop thread. Every answer is read from what the engine last published; none asks
 
 import copy
 import functools
+from datetime import UTC, datetime
 
 import orjson
 from aiohttp import web
@@ -23,7 +24,9 @@ METRICS = web.AppKey("metrics", Metrics)
 
 async def models(request: web.Request) -> web.Response:
     """GET /v1/models."""
-    return json_response({"object": "list", "data": [_model(request.app[LLM])]})
+    llm = request.app[LLM]
+    pages = {"has_more": False, "first_id": llm.model_name, "last_id": llm.model_name}  # Anthropic's clients turn them
+    return json_response({"object": "list", "data": [_model(llm)], **pages})
 
 
 async def model(request: web.Request) -> web.Response:
@@ -83,4 +86,8 @@ def _model(llm: AsyncLLM) -> dict[str, object]:
         "owned_by": "asyncllm",
         "root": name,  # vllm's benchmark client reads it
         "max_model_len": llm.limits.max_model_len,  # LiteLLM reads it
+        # What Anthropic's clients read.
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(llm.created, UTC).isoformat(),
     }

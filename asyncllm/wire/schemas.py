@@ -185,11 +185,17 @@ class Model(msgspec.Struct, kw_only=True):
     owned_by: str
     root: str
     max_model_len: int
+    type: Literal["model"]
+    display_name: str
+    created_at: str
 
 
 class ModelList(msgspec.Struct, kw_only=True):
     object: Literal["list"]
     data: list[Model]
+    has_more: bool
+    first_id: str
+    last_id: str
 
 
 class Tokens(msgspec.Struct, kw_only=True):

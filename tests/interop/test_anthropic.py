@@ -31,6 +31,8 @@ async def test_messages_whole_and_streamed(serve: Serve) -> None:
         assert final.usage.output_tokens == whole.usage.output_tokens
         again = [*HI, {"role": "assistant", "content": whole.content}, {"role": "user", "content": "And?"}]
         assert (await client.messages.create(**fields | {"messages": again})).stop_reason == "end_turn"
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        assert (await client.models.retrieve(MODEL)).display_name == MODEL
         counted = await client.messages.count_tokens(model=MODEL, messages=HI, system="Be kind.")
         assert counted.input_tokens == whole.usage.input_tokens
 
