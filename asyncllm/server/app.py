@@ -17,7 +17,7 @@ from aiohttp import web
 
 from ..errors import EngineDead
 from ..llm import AsyncLLM
-from . import access, admin, anthropic, completions, events, gate, live, responses, tokens, websocket
+from . import access, admin, anthropic, completions, events, gate, kept, responses, tokens, websocket
 from .door import Door, Doors
 from .metrics import Metrics
 from .rates import RATES, Rates
@@ -35,7 +35,7 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
     """The routes around one engine."""
     settings = settings or Settings()
     app = _bare_app(llm, settings)
-    app[live.RESPONSES] = live.Responses(llm, settings)
+    app[kept.RESPONSES] = kept.Responses(llm, settings)
     app[tokens.LONG_TEXTS] = asyncio.Semaphore(1)
     app[websocket.SOCKETS] = sockets = websocket.Sockets(llm, settings)
     app[events.OUTFLOWS] = outflows = events.Outflows(settings)

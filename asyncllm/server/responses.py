@@ -13,7 +13,8 @@ from ..wire.responses import decode_response
 from .completions import check_model
 from .events import EventResponse
 from .gate import LLM, json_response, read_body
-from .live import RESPONSES, LiveResponse
+from .kept import RESPONSES
+from .live import LiveResponse
 
 
 async def create(request: web.Request) -> web.StreamResponse:

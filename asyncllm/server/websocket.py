@@ -32,7 +32,8 @@ from ..wire.responses import (
 from .completions import check_model
 from .events import OUTFLOWS, Outflow
 from .gate import LLM, SETTINGS, check_density, check_origin
-from .live import RESPONSES, LiveResponse, ResponseNotFound, Responses
+from .kept import RESPONSES, ResponseNotFound, Responses
+from .live import LiveResponse
 from .rates import RATES, Rates
 from .settings import Settings
 

@@ -210,4 +210,5 @@ async def test_schemathesis(tiny: Path, tmp_path: Path) -> None:
         async with aiohttp.ClientSession() as session, session.get(f"{process.url}/ready") as response:
             assert response.status == 200
         assert process.stop() == 0
-        assert "Traceback" not in process.stderr()
+        log = process.stderr()
+        assert "Traceback" not in log, log

@@ -27,6 +27,7 @@ from asyncllm.wire.response_events import (
     all_events,
     error_frame,
 )
+from asyncllm.wire.response_input import input_messages
 from asyncllm.wire.responses import ResponseRequest
 from asyncllm.wire.sse import Decoder
 from asyncllm.wire.unserved import LABELS, RESPONSES
@@ -111,7 +112,7 @@ def test_input_becomes_messages() -> None:
         {"role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": []}], "id": "msg_1"},
     ]
     request = responses.decode_response(json.dumps({"input": items}).encode())
-    assert responses.input_messages(request) == [
+    assert input_messages(request.input) == [
         {"role": "system", "content": "d"},
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "c"},

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from asyncllm.server.live import PreviousNotFound, ResponseNotFound, Responses
+from asyncllm.server.kept import PreviousNotFound, ResponseNotFound, Responses
 from asyncllm.server.settings import Settings
 from asyncllm.text.chat import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
