@@ -103,6 +103,9 @@ async def test_gram_1_a_wrong_demand_is_a_400_that_names_it(serve: Serve, stream
         ):
             answer = await served.chat(stream=stream, structured_outputs=wrong)
             assert (answer.status, answer.error["param"].split(".")[0]) == (400, "structured_outputs")
+        rootless = await served.chat(stream=stream, structured_outputs={"grammar": 'x ::= "a"'})
+        refused(rootless, "structured_outputs.grammar")
+        assert "root" in rootless.error["message"]  # and not that the process which tries it has ended
         refused(await served.chat(stream=stream, regex="a", guided_choice=["a"]), "regex")
         assert (await neighbour).finish_reason == "length"
         recursive = {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}
