@@ -3,6 +3,7 @@
 Loop thread. Read at each scrape, so nothing goes stale; it keeps no count of its own.
 """
 
+import asyncio
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -51,6 +52,7 @@ class Metrics(Collector):
             ("batch_occupancy", "Share of the slots that are in use", stats.num_running / limits.max_running),
             ("engine_step", "Number of the engine's last step", stats.step),
             ("engine_silent_seconds", "For how long no step has ended while somebody waits", self._llm.silent_s),
+            ("tasks", "Tasks of the event loop", len(asyncio.all_tasks())),
             ("websockets_open", "Open WebSocket connections", len(self._sockets)),
             ("unsent_bytes", "Bytes that wait for clients to read", self._num_unsent_bytes()),
             ("flush_gathering", "1 while text is gathered, as the loop lags; 0 at every step", pace.gathering),
