@@ -4,6 +4,11 @@
 # make schemathesis    ten minutes of whatever /openapi.json allows and forbids
 # make model    fetch the default model into the user's cache and print its folder
 # make gpu      on a machine with a GPU: the tests that need one, with the python3 that holds its torch (GPU_PY)
+# make soak     half an hour of mixed load on a real server (MINUTES=30): memory, sockets, tasks and pages stay flat
+# make overload ten times what the server can do, for five minutes (OVERLOAD_S=300)
+# make cases    the gravest public bug reports, tried on a running server
+# make fuzz     the readers of requests and events under atheris, ten minutes each (FOR=600)
+# make prove    the scheduler's state machine, a hundred times as long as in the suite
 # make lint     ruff and mypy alone;  make fmt  what ruff can mend
 #
 #   make serve PORT=9000 MODEL=./folder ARGS='--no-overlap'
@@ -23,7 +28,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: serve test interop schemathesis interop-tests model lint fmt gpu gpu-memcheck
+.PHONY: serve test interop schemathesis interop-tests model lint fmt gpu gpu-memcheck soak overload cases fuzz prove
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.installed
@@ -61,6 +66,28 @@ gpu:
 gpu-memcheck:
 	compute-sanitizer --tool memcheck --error-exitcode 9 \
 	  $(GPU_PY) -m pytest tests/gpu/test_graphs.py -k "mixed or stop_ids or entry_holds" $(ARGS)
+
+# What takes too long for every run of the suite; docs/reliability.md says what each of them shows.
+MINUTES    ?= 30
+OVERLOAD_S ?= 300
+FOR        ?= 600
+
+soak: $(VENV)/.dev
+	$(PY) -m tests.e2e.soak --minutes $(MINUTES) $(ARGS)
+
+overload: $(VENV)/.dev
+	@$(PY) -m asyncllm.hub > /dev/null
+	$(PY) -m tests.e2e.overload --seconds $(OVERLOAD_S) $(ARGS)
+
+cases: $(VENV)/.dev
+	$(PY) -m pytest tests/e2e/severity3.py $(ARGS)
+
+fuzz: $(VENV)/.dev
+	@$(PIP) install --quiet atheris
+	@for reader in sse json tree; do $(PY) -m tests.attacks.fuzz $$reader $(FOR) || exit 1; done
+
+prove: $(VENV)/.dev
+	ASYNCLLM_MACHINES=17000 $(PY) -m pytest tests/engine/test_machine.py --timeout 7200 $(ARGS)
 
 model: $(VENV)/.installed
 	@$(PY) -m asyncllm.hub
