@@ -89,6 +89,9 @@ class Grammar(Protocol):
 
     def matcher(self) -> Matcher: ...
 
+    def wear_out(self) -> None:
+        """Nobody is to have it from now on: one of its matchers met a limit, which they share."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request's tokens are chosen and when it ends.

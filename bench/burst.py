@@ -36,11 +36,11 @@ ENDLESS = {
     "items": {
         "type": "object",
         "properties": {
-            "name": {"type": "string", "maxLength": 40},
+            "name": {"type": "string"},
             "kind": {"enum": ["person", "place", "thing"]},
             "code": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
             "score": {"type": "number"},
-            "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
             "seen": {"type": "boolean"},
         },
         "required": ["name", "kind", "code", "score", "tags", "seen"],

@@ -579,6 +579,7 @@ class Scheduler:
 
     def _end_unmatched(self, sequence: Sequence) -> None:
         assert sequence.matcher is not None
+        sequence.params.grammar.wear_out()
         reason = sequence.matcher.get_error().partition("\n")[0][:200]
         error = InvalidRequest(f"the grammar cannot be followed any further: {reason}", "grammar")
         self._end(sequence, FinishReason.ERROR, error=error)

@@ -39,6 +39,10 @@ class Grammar:
 
     def __init__(self, start: LLMatcher) -> None:
         self._start = start
+        self.is_worn = False  # its copies share what its lexer has met, and the limit of that
+
+    def wear_out(self) -> None:
+        self.is_worn = True
 
     def matcher(self) -> LLMatcher:
         return self._start.deep_copy()
@@ -65,8 +69,9 @@ class Grammars:
 
     def find(self, spec: GrammarSpec) -> Grammar | None:
         """If it has been compiled lately."""
-        if (grammar := self._cached.get(spec)) is not None:
-            self._cached.move_to_end(spec)
+        if (grammar := self._cached.get(spec)) is None or grammar.is_worn:
+            return None
+        self._cached[spec] = self._cached.pop(spec, grammar)  # the last to go; another thread may have dropped it
         return grammar
 
     def compile(self, spec: GrammarSpec) -> Grammar:
@@ -76,7 +81,7 @@ class Grammars:
             InvalidRequest: the grammar is wrong, impossible or too large, and why.
         """
         with self._lock:
-            if (grammar := self._cached.get(spec)) is None:
+            if (grammar := self._cached.get(spec)) is None or grammar.is_worn:
                 grammar = self._cached[spec] = Grammar(self._compiled(spec))
                 if len(self._cached) > _MAX_CACHED:
                     self._cached.popitem(last=False)

@@ -161,17 +161,24 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_request(grammars: Gramma
             return [False] * len(tokens)
 
     class Grammar:
+        is_worn = False
+
         def matcher(self) -> Broken:
             return Broken()
 
+        def wear_out(self) -> None:
+            self.is_worn = True
+
+    grammar = Grammar()
     house = House(engine_config(), vocab_size=num_tokens())
     house.scheduler._masker = Filler()
-    house.submit("bad", [5], 20, params=SamplingParams(temperature=0, grammar=Grammar()))
+    house.submit("bad", [5], 20, params=SamplingParams(temperature=0, grammar=grammar))
     house.submit("good", [6], 20)
     house.run()
     bad, good = house.out.terminal("bad"), house.out.terminal("good")
     assert bad is not None and isinstance(bad.error, InvalidRequest) and "ParserTooComplex" in str(bad.error)
     assert good is not None and good.finish_reason is FinishReason.LENGTH
+    assert grammar.is_worn
 
 
 def test_masks_are_filled_while_the_step_runs_and_before_its_tail(grammars: Grammars) -> None:

@@ -46,7 +46,10 @@ def takes(grammars: Grammars, tokenizer: Tokenizer, spec: GrammarSpec | None, te
 
 def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
     assert grammars.find(DIGITS) is None
-    assert grammars.compile(DIGITS) is grammars.compile(DIGITS) is grammars.find(DIGITS)
+    grammar = grammars.compile(DIGITS)
+    assert grammar is grammars.compile(DIGITS) is grammars.find(DIGITS)
+    grammar.wear_out()
+    assert grammars.find(DIGITS) is None and grammars.compile(DIGITS) is not grammar
 
 
 def test_a_tokenizer_without_spellings_has_no_grammars(tmp_path: Path) -> None:
