@@ -30,7 +30,6 @@ from .engine.scheduler import Scheduler
 from .errors import AsyncLLMError, EngineDead, ModelError
 from .llm import LLM, AsyncLLM
 from .text.chat import ChatTemplate
-from .text.grammars import Grammars, Masker
 from .text.tokenizer import Tokenizer
 from .types import EngineLimits
 
@@ -93,7 +92,7 @@ async def serving(config: Config, fault: str | None = None) -> AsyncIterator[Asy
         chat_template=template,
         model_name=name,
         pace=config.pace,
-        grammars=await asyncio.to_thread(Grammars.of, tokenizer, limits.vocab_size),
+        grammars=await asyncio.to_thread(_load_grammars, tokenizer, limits.vocab_size),
     ) as llm:
         yield llm
 
@@ -124,7 +123,7 @@ async def running(
             num_pages=num_pages,
             max_step_tokens=config.max_step_tokens,
             prefix_cache=config.prefix_cache,
-            masker=None if llm.grammars is None else Masker(_mask_threads()),
+            masker=None if llm.grammars is None else llm.grammars.masker(_mask_threads()),
         )
         return Engine(scheduler, runner, inbox, outbox, overlap=config.overlap)
 
@@ -206,6 +205,15 @@ def _is_count(number: object) -> bool:
 
 def _is_hub_id(model: str | None) -> bool:
     return model is not None and not Path(model).expanduser().exists()
+
+
+def _load_grammars(tokenizer: Tokenizer, vocab_size: int) -> Any:
+    try:
+        from .text.grammars import Grammars
+    except ImportError as error:  # it has no wheel for every machine, and nothing else needs it
+        log.warning("requests that demand a form of their answer will be refused: %s", error)
+        return None
+    return Grammars.of(tokenizer, vocab_size)
 
 
 def _mask_threads() -> int:

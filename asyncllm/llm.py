@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import islice
-from typing import Any, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 import msgspec
 
@@ -32,7 +32,6 @@ from .pace import Pace, Reader
 from .text.answer import AnswerForm, AnswerParser
 from .text.chat import ChatTemplate, Ending
 from .text.forcing import forced
-from .text.grammars import Grammar, Grammars
 from .text.stop import StopMatcher
 from .text.tokenizer import Tokenizer, context_too_long
 from .totals import Rate, Totals
@@ -51,6 +50,9 @@ from .types import (
     SamplingParams,
     Submission,
 )
+
+if TYPE_CHECKING:  # llguidance has no wheel for every machine
+    from .text.grammars import Grammar, Grammars
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +191,7 @@ class AsyncLLM:
         chat_template: ChatTemplate | None,
         model_name: str,
         pace: PacePolicy = "adaptive",
-        grammars: Grammars | None = None,
+        grammars: "Grammars | None" = None,
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
@@ -331,11 +333,11 @@ class AsyncLLM:
         if not isinstance(spec, GrammarSpec):
             return params
         if self.grammars is None:
-            raise InvalidRequest("this model's tokenizer is of a kind that no grammar can be kept to", spec.param)
+            raise InvalidRequest("no grammar can be kept to with this model's tokenizer, or here", spec.param)
         grammar = self.grammars.find(spec) or await self._compile(self.grammars, spec)
         return msgspec.structs.replace(params, grammar=grammar)
 
-    async def _compile(self, grammars: Grammars, spec: GrammarSpec) -> Grammar:
+    async def _compile(self, grammars: "Grammars", spec: GrammarSpec) -> "Grammar":
         if self._num_compiling >= MAX_COMPILING:
             raise QueueFull("too many grammars are being compiled; try again later")
         self._num_compiling += 1

@@ -67,6 +67,10 @@ class Grammars:
         """None where the tokenizer's tokens have no spelling of their own, or there is none that ends an answer."""
         return cls(tokenizer, vocab_size) if tokenizer.table is not None and tokenizer.eos_ids else None
 
+    def masker(self, num_threads: int) -> "Masker":
+        """For the GPU thread."""
+        return Masker(num_threads)
+
     def find(self, spec: GrammarSpec) -> Grammar | None:
         """If it has been compiled lately."""
         if (grammar := self._cached.get(spec)) is None or grammar.is_worn:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,6 +112,56 @@ def test_overlap_equals_serial_token_for_token(folder: Path) -> None:
         outputs.append({f"r{i}": house.out.token_ids(f"r{i}") for i in range(48)})
     assert outputs[0] == outputs[1]
     assert all(outputs[0].values())
+
+
+class Residues:
+    """A grammar of which ids may follow: those whose remainder by 7 is the number of the token, by 7 too. Compiled,
+    matcher and masker in one, as this machine may lack llguidance."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def matcher(self) -> "Residues":
+        return Residues()
+
+    def is_stopped(self) -> bool:
+        return self.num_tokens == 40
+
+    def is_error(self) -> bool:
+        return False
+
+    def fill(self, rows: list[tuple["Residues", int]], masks: np.ndarray) -> None:
+        for matcher, row in rows:
+            bits = np.zeros(32 * masks.shape[1], np.uint8)
+            bits[matcher.num_tokens % 7 :: 7] = 1
+            masks[row] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, tokens: list[tuple["Residues", int]]) -> list[bool]:
+        for matcher, token_id in tokens:
+            assert token_id % 7 == matcher.num_tokens % 7
+            matcher.num_tokens += 1
+        return [True] * len(tokens)
+
+
+def test_masked_rows_keep_to_their_grammar_among_others_and_overlap_equals_serial() -> None:
+    sizes = {"max_running": 24, "num_pages": 400, "cuda_graph_max_batch": 16}  # the larger tails run eagerly
+    runner, _, config = graph_runner(needs(TINY / "tiny-qwen3"), **sizes)
+    outputs = []
+    for overlap in (True, False):
+        house = House(config, runner=runner)
+        house.scheduler._masker = Residues()
+        house.engine._step = Engine.overlap_step.__get__(house.engine) if overlap else house.engine.serial_step
+        for i in range(24):
+            grammar = Residues() if i % 2 else None
+            params = SamplingParams(temperature=(0.0, 0.9)[i % 3 == 0], grammar=grammar)
+            house.submit(f"r{i}", text(10 + 13 * i, i), max_tokens=30 + i, params=params, seed=i)
+        with no_sync():
+            house.run()
+        outputs.append({f"r{i}": house.out.token_ids(f"r{i}") for i in range(24)})
+    assert outputs[0] == outputs[1]
+    for i in range(24):
+        masked = [token_id % 7 == n % 7 for n, token_id in enumerate(outputs[0][f"r{i}"])]
+        assert all(masked) if i % 2 else not all(masked)
 
 
 def test_the_real_shape_is_near_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
