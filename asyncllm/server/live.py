@@ -99,6 +99,7 @@ class LiveResponse:
         self._parting = parting
         self._tell_logprobs = tell_logprobs
         self._logprobs: Logprobs | None = None  # of tokens that have made no text yet
+        self._is_plain = parting is None and tell_logprobs is None and not is_warm_up  # all text is content
         self._parser = None if parting is None else parting.new_parser()
         self._messages = messages
         self._settings = settings
@@ -175,21 +176,25 @@ class LiveResponse:
 
     def flush(self) -> bool:
         """Turn unread text into a piece, and say it."""
-        if self.outcome is not None or self._stream is None:
+        if self.outcome is not None or (stream := self._stream) is None:
             return True
-        ended = self._stream.ended
-        sink, script = self._sink, self._script
+        ended, sink, script = stream.ended, self._sink, self._script
         if sink is None or script is None:
             if ended:
                 self._pieces += self._take_pieces()
                 self._finish(self._outcome())
             return True
         if not ended and not sink.has_room():
-            sink.give_patience(self._stream.num_unread_bytes)
+            sink.give_patience(stream.num_unread_bytes)
             return False
-        data = b"" if self._stream.progress is self._told else self._progress(script)
+        if self._is_plain and not ended and stream.progress is self._told:  # nearly always
+            if text := stream.take_text():
+                self._pieces.append(Piece(CONTENT, text))
+                sink.write(b"".join(script.say(CONTENT, text)))
+            return True
+        data = b"" if stream.progress is self._told else self._progress(script)
         for piece in self._take_pieces():
-            data += b"".join(script.say(*piece))
+            data += b"".join(script.say(piece.kind, piece.text, piece.logprobs))
             self._pieces.append(piece)
         if ended:
             self._end(sink, script, data, self._outcome())
@@ -231,7 +236,9 @@ class LiveResponse:
             return pieces
         logprobs, self._logprobs = self._logprobs, None
         at = next((i for i, piece in enumerate(pieces) if piece.kind == CONTENT), None)
-        return pieces if at is None else [*pieces[:at], pieces[at]._replace(logprobs=logprobs), *pieces[at + 1 :]]
+        if at is None:
+            return pieces
+        return [*pieces[:at], msgspec.structs.replace(pieces[at], logprobs=logprobs), *pieces[at + 1 :]]
 
     def _progress(self, script: Script) -> bytes:
         assert self._stream is not None

@@ -5,7 +5,7 @@ Any thread. It never knows how the text was cut into pieces, or which API tells 
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -14,7 +14,9 @@ CONTENT, REASONING, CALL, ARGUMENTS = "content", "reasoning", "call", "arguments
 Logprobs = list[dict[str, Any]]  # of tokens, as the wire has them
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """As it was said. Long answers keep thousands, which no collection need look at."""
+
     kind: str
     text: str
     logprobs: Logprobs | None = None  # of content, where they were asked for
@@ -45,7 +47,7 @@ class Items:
     def __init__(self, pieces: Iterable[Piece] = ()) -> None:
         self.all: list[Item] = []
         for piece in pieces:
-            self.add(*piece)
+            self.add(piece.kind, piece.text, piece.logprobs)
 
     @property
     def open(self) -> Item | None:

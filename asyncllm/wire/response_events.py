@@ -260,7 +260,7 @@ def all_events(script: Script, pieces: list[Piece], outcome: Outcome | None) -> 
     """Every event so far, by number."""
     said = script.opening()
     for piece in pieces:
-        said += script.say(*piece)
+        said += script.say(piece.kind, piece.text, piece.logprobs)
     return said if outcome is None else said + script.closing(outcome)
 
 

@@ -9,6 +9,7 @@ import pytest
 from asyncllm.wire import schemas
 from asyncllm.wire.anthropic import MessagesRequest, decode_messages, template_messages
 from asyncllm.wire.anthropic_events import MessageHead
+from asyncllm.wire.items import Piece
 from asyncllm.wire.response_events import EventStream, Outcome, all_events
 from asyncllm.wire.sse import Decoder
 from asyncllm.wire.unserved import ANTHROPIC_LABELS, OF_ANTHROPIC
@@ -137,10 +138,11 @@ def test_tool_use_and_its_result() -> None:
     ]
 
 
-PIECES = [
+SAID = [
     ("reasoning", "Hm"), ("reasoning", "."), ("content", "Let me see."),
     ("call", "weather"), ("arguments", '{"city":'), ("arguments", ' "Brno"}'), ("call", "now"), ("arguments", "{}"),
 ]  # fmt: skip
+PIECES = [Piece(kind, text) for kind, text in SAID]
 
 
 def test_reasoning_and_calls_in_events_and_whole() -> None:

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from asyncllm.errors import InvalidRequest
 from asyncllm.wire import responses
 from asyncllm.wire.frames import text_frame
+from asyncllm.wire.items import Piece
 from asyncllm.wire.requests import StreamOptions
 from asyncllm.wire.response_events import (
     Events,
@@ -56,7 +57,7 @@ def head() -> Head:
 
 def script(framing: Any, pieces: list[tuple[str, str]], outcome: Outcome) -> list[bytes]:
     """Every event of a response."""
-    return all_events(Events(head(), framing), pieces, outcome)
+    return all_events(Events(head(), framing), [Piece(*piece) for piece in pieces], outcome)
 
 
 def unframed(frame: bytes) -> Any:
