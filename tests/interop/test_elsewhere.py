@@ -79,6 +79,8 @@ async def test_llamaindex(serve: Serve) -> None:
     async with serve(**ROOMY) as served:
         served.runner.next_token = answers(served)
         await run(program("llamaindex"), HERE / "with_llamaindex.py", served.url, MODEL)
+        await served.idle()
+        assert served.llm.totals.finished["abort"] == 1
 
 
 @pytest.mark.parametrize("script", ["with_openai.mjs", "with_ai_sdk.mjs"])
@@ -122,6 +124,12 @@ async def test_llm(serve: Serve, tmp_path: Path) -> None:
         assert json.loads(person)["name"] in ("Ada", "Bob")
         with pytest.raises(AssertionError, match="no-such"):
             await run(llm, "-m", "none", "hi", **env)
+        served.runner.hold(permits=100)
+        with pytest.raises(TimeoutError):  # and it is killed
+            await run(llm, "-m", "chat", "ENDLESS", **env, timeout_s=4)
+        served.runner.let_go()
+        await served.idle()
+        assert served.llm.totals.finished["abort"] == 1
 
 
 # -- what measures: against a real model, tiny and random --

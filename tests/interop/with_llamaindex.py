@@ -42,6 +42,9 @@ async def main(url: str, model: str) -> None:
     assert (call.tool_name, call.tool_kwargs) == ("get_weather", {"city": "Brno"})
 
 
+    left = await chat.astream_chat([ChatMessage(role="user", content="ENDLESS")])
+    await anext(left)
+    await left.aclose()
     answer = await chat.as_structured_llm(Person).achat(messages)
     assert answer.raw.name in ("Ada", "Bob"), answer
     legal = await chat.achat(messages, response_format=RESPONSE_FORMAT)
