@@ -495,8 +495,10 @@ class AsyncLLM:
     async def watch(self, limit_s: float) -> None:
         """Look after the engine's heartbeat: once no step has ended for `limit_s` while somebody waits, every
         thread's stack goes to stderr and the engine counts as dead. A thread in a kernel cannot be stopped."""
+        looked_s = time.monotonic()
         while self.dead is None:
-            if self.silent_s > limit_s:
+            was_paused, looked_s = time.monotonic() - looked_s > limit_s / 2, time.monotonic()
+            if self.silent_s > limit_s and not was_paused:  # who was stopped and goes on gets the time to
                 faulthandler.dump_traceback(all_threads=True)
                 log.critical("no step has ended for %g s; the stacks are above", limit_s)
                 self.died(EngineStuck(f"no step has ended for {limit_s:g} s; the server must be restarted"))

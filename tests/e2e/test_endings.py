@@ -4,6 +4,8 @@ answer, and a supervised server is back and right. Rows 38, 39, 43 to 45; LIFE-1
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ import pytest
 
 from asyncllm.client import APIError, AsyncClient
 from asyncllm.errors import DeviceFailed, EngineDead, EngineStuck
-from tests.e2e.process import ServerProcess
+from tests.e2e.process import ROOT, ServerProcess
 from tests.tiny import make_checkpoint
 
 NUM_SSE = NUM_LANES = 32
@@ -215,6 +217,35 @@ def test_a_fault_that_is_not_the_servers_end(checkpoint: Path, fault: str) -> No
         assert len(told) == (NUM_SSE + NUM_LANES if fault.startswith("step") else 1), told
         is_right(server)
         assert server.process.poll() is None
+
+
+def test_a_pause_is_not_a_stuck_step(checkpoint: Path) -> None:
+    """Stopped for longer than the watchdog's patience, and let go on."""
+    with serving(checkpoint) as server:
+
+        async def main() -> None:
+            async with AsyncClient(server.url, max_retries=0, timeout=60) as client:
+                fields = {"prompt": "fox", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
+                stream = await client.completions.create(stream=True, **fields)
+                await anext(stream)
+                server.process.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(2 * WATCHDOG_S)
+                server.process.send_signal(signal.SIGCONT)
+                assert [chunk async for chunk in stream][-1].choices[0].finish_reason == "length"
+
+        asyncio.run(main())
+        assert server.stop() == 0
+
+
+def test_a_loop_that_stands_still_ends_the_process() -> None:
+    """A thread of C looks after the loop: it needs no GIL, and tells where everybody is."""
+    program = (
+        "import asyncio, time\nfrom asyncllm.server import app\napp.BLOCKED_AT_LEAST_S = 0.3\n"
+        "async def main():\n    watch = asyncio.create_task(app.turning(0.1))\n    await asyncio.sleep(0.1)\n"
+        "    def stands_still(): time.sleep(30)\n    stands_still()\nasyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=25)
+    assert done.returncode == 1 and "in stands_still" in done.stderr
 
 
 def test_a_fault_is_refused_without_its_flag(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
