@@ -78,13 +78,13 @@ def _raise_file_limit() -> None:
 
 async def _serving(args: argparse.Namespace) -> int:
     from . import build
-    from .server.app import serve, tls_context
+    from .server.app import check, serve
     from .server.settings import Settings
 
     started_s = time.monotonic()
     _check_address(args.host, args.port)
     settings = Settings(**{name: getattr(args, name) for name in LIMITS}, access=_access(args))
-    tls_context(settings.access)  # told of before a model is loaded for nothing
+    check(settings)  # told of before a model is loaded for nothing
     async with build.serving(_config(args), *_faults(args)) as llm:
 
         def on_ready(url: str) -> None:

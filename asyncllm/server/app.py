@@ -18,7 +18,7 @@ from aiohttp import web
 from ..errors import EngineDead
 from ..llm import AsyncLLM
 from . import access, admin, anthropic, completions, events, gate, kept, responses, tokens, websocket
-from .door import Door, Doors
+from .door import Door, Doors, check_parser
 from .metrics import Metrics
 from .rates import RATES, Rates
 from .settings import Access, Settings
@@ -113,6 +113,7 @@ async def listening(
     """
     settings = settings or Settings()
     app = build_app(llm, settings)
+    check_parser()
     tls = tls_context(settings.access)
     async with contextlib.AsyncExitStack() as stack:
         open_port = await stack.enter_async_context(_open(app, host, port, settings, tls))
@@ -163,6 +164,16 @@ def _door(doors: Doors, manager: web.Server) -> Door:
         lingering_time=_CLOSING_S,
         auto_decompress=False,  # nothing compressed is read, so nothing can be a bomb
     )
+
+
+def check(settings: Settings) -> None:
+    """What can be known before anything is loaded.
+
+    Raises:
+        ValueError, OSError: as `listening` would.
+    """
+    check_parser()
+    tls_context(settings.access)
 
 
 def tls_context(access: Access) -> ssl.SSLContext | None:

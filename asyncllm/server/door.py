@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import http_parser, web
 
 from ..wire.errors import error_body
 from .settings import Settings
@@ -23,6 +23,15 @@ except ImportError:  # Windows
 
 FILES_SHARE = 0.8  # of the file descriptors may be connections: the rest is for what else opens one
 _FILES_UNKNOWN = 1024
+
+
+def check_parser() -> None:
+    """
+    Raises:
+        ValueError: only aiohttp's parser in Python is there, which has let requests be smuggled (CVE-2025-69224).
+    """
+    if http_parser.HttpRequestParser is http_parser.HttpRequestParserPy:
+        raise ValueError("aiohttp is installed without its parser in C: install it from a wheel, or with a compiler")
 
 
 class Doors:

@@ -213,6 +213,13 @@ def test_tls(checkpoint: Path, certificate: tuple[Path, Path]) -> None:
         assert server.stop() == 0 and "Traceback" not in server.stderr()
 
 
+def test_without_the_parser_in_c_there_is_no_start(checkpoint: Path) -> None:
+    environment = os.environ | {"AIOHTTP_NO_EXTENSIONS": "1"}
+    command = [sys.executable, "-m", "asyncllm", "serve", str(checkpoint), "--port", "0"]
+    failed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert failed.returncode == 2 and "without its parser in C" in failed.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
