@@ -13,16 +13,17 @@ if TYPE_CHECKING:
     from .client import AsyncClient
     from .config import Config
     from .llm import LLM, AsyncLLM
-    from .types import Completion, Delta, FinishReason, SamplingParams
+    from .types import Completion, Delta, FinishReason, GrammarSpec, SamplingParams
 
 _HOMES = {
     "start": "build", "load": "build", "AsyncClient": "client", "Config": "config", "AsyncLLM": "llm", "LLM": "llm",
-    "Completion": "types", "Delta": "types", "FinishReason": "types", "SamplingParams": "types",
+    "Completion": "types", "Delta": "types", "FinishReason": "types", "GrammarSpec": "types",
+    "SamplingParams": "types",
 }  # fmt: skip
 
 __all__ = [
-    "LLM", "AsyncClient", "AsyncLLM", "Completion", "Config", "Delta", "FinishReason", "SamplingParams",
-    "load", "start",
+    "LLM", "AsyncClient", "AsyncLLM", "Completion", "Config", "Delta", "FinishReason", "GrammarSpec",
+    "SamplingParams", "load", "start",
 ]  # fmt: skip
 
 

@@ -267,7 +267,7 @@ class AsyncLLM:
         """
         prompt_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
         terms = _take_terms(fields)
-        return self.submit_choices(prompt_ids, _params(params, fields), **terms)
+        return self.submit_choices(prompt_ids, await self.compiled(_params(params, fields)), **terms)
 
     async def chat(self, messages: Messages, params: SamplingParams | None = None, **fields: Any) -> Stream:
         """Answer a conversation through the model's chat template; keywords as in `generate`.
@@ -330,8 +330,10 @@ class AsyncLLM:
             QueueFull: too many others are being compiled.
         """
         spec = params.grammar
-        if not isinstance(spec, GrammarSpec):
+        if spec is None or hasattr(spec, "matcher"):
             return params
+        if not isinstance(spec, GrammarSpec):
+            raise InvalidRequest(f"a grammar is a GrammarSpec, not {type(spec).__name__}", "grammar")
         if self.grammars is None:
             raise InvalidRequest("no grammar can be kept to with this model's tokenizer, or here", spec.param)
         grammar = self.grammars.find(spec) or await self._compile(self.grammars, spec)
@@ -410,6 +412,8 @@ class AsyncLLM:
 
     def _submit(self, prompt_ids: Sequence[int], params: SamplingParams, terms: Terms) -> Stream:
         self._check_open()
+        if params.grammar is not None and not hasattr(params.grammar, "matcher"):
+            raise InvalidRequest("a grammar is compiled first: await compiled(params)", "grammar")
         submission = self._submission(_ids(prompt_ids), params)
         shown = terms.get("shown", ())
         if len(terms) > ("shown" in terms):

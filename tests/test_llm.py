@@ -317,6 +317,20 @@ def test_load_generates_a_list_in_order(tmp_path: Path) -> None:
         assert chat[0].num_prompt_tokens > 1
 
 
+def test_an_answer_keeps_to_a_grammar_in_process(tmp_path: Path) -> None:
+    digits = asyncllm.GrammarSpec("regex", "[0-9]{3}")
+    with asyncllm.load(str(make_checkpoint(tmp_path / "tiny")), threads=1) as llm:
+        answers = llm.generate(["Hello", "The"], grammar=digits)
+        assert all(len(answer.text) == 3 and answer.text.isdecimal() for answer in answers)
+        assert {answer.finish_reason.value for answer in answers} == {"stop"}
+        for wrong in (asyncllm.GrammarSpec("regex", "("), "[0-9]"):
+            with pytest.raises(asyncllm.errors.InvalidRequest) as caught:
+                llm.generate(["Hello"], grammar=wrong)
+            assert caught.value.param == "grammar"
+        with pytest.raises(asyncllm.errors.InvalidRequest, match="compiled first"):
+            llm._llm.submit([1], asyncllm.SamplingParams(grammar=digits))
+
+
 def test_what_cannot_be_loaded_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown option pages; known are"):
         asyncllm.load(pages=3)

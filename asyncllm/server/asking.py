@@ -16,7 +16,7 @@ from ..types import SamplingParams
 from ..wire import requests
 from ..wire.formats import grammar_spec
 from ..wire.requests import ChatRequest
-from ..wire.tools import ToolUse, tool_use
+from ..wire.tools import Function, ToolUse, tool_use
 from .parting import Parting, parting
 
 
@@ -53,8 +53,14 @@ def _calls(use: ToolUse | None) -> dict[str, Any]:
     """What an answer may or must call, as AsyncLLM.forced takes it."""
     if use is None:
         return {}
-    functions = [(function.name, function.parameters) for function in use.functions]
-    return {"functions": functions, "must_call": use.must_call, "one_call": use.one_call}
+    strict = any(function.strict for function in use.functions)
+    functions = [(function.name, _kept_to(function, use)) for function in use.functions]
+    return {"functions": functions, "must_call": use.must_call, "one_call": use.one_call, "strict": strict}
+
+
+def _kept_to(function: Function, use: ToolUse) -> dict[str, Any] | None:
+    """The schema of its arguments; any object, where it need not be called and is not strict."""
+    return function.parameters if use.must_call or function.strict else {"type": "object"}
 
 
 async def ask_what_fits(

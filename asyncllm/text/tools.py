@@ -32,6 +32,11 @@ class Form(msgspec.Struct, frozen=True):
     writes_names: bool = False
 
     @property
+    def is_list(self) -> bool:
+        """Whether one opening tag is for all calls."""
+        return self.open is not None and self.close is None and not self.writes_names
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Text that the parser must see where it is a special token."""
         return tuple(tag for tag in (self.open, self.close, self.skipped) if tag)

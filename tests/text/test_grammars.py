@@ -114,6 +114,34 @@ def test_what_may_be_called_and_what_is_demanded_are_alternatives(grammars: Gram
 
 
 @pytest.mark.parametrize(
+    ("form", "call", "wrong"),
+    [
+        ("hermes", '<tool_call>\n{"name": "point", "arguments": {"x": 1}}\n</tool_call>', "<tool_call>{"),
+        ("mistral", '[TOOL_CALLS][{"name": "point", "arguments": {"x": 1}}]', "[TOOL_CALLS]{"),
+        ("mistral_named", '[TOOL_CALLS]point[ARGS]{"x": 1}', "[TOOL_CALLS]then"),
+        ("llama3", '{"name": "point", "parameters": {"x": 1}}', '{"name": "then"'),
+    ],
+)
+def test_strict_tools_leave_text_free_and_keep_calls_to_their_schemas(
+    grammars: Grammars, tokenizer: Tokenizer, form: str, call: str, wrong: str
+) -> None:
+    spec = framed(form, functions=FUNCTIONS, strict=True)
+    for text in ("", "Hello <b> [1] {x}", call):
+        assert takes(grammars, tokenizer, spec, text), text
+    for text in (wrong, call.replace("1", '"one"')):
+        assert not takes(grammars, tokenizer, spec, text), text
+    if form != "llama3":
+        assert takes(grammars, tokenizer, spec, f"I call {call} and {call}.")
+        assert not takes(grammars, tokenizer, spec, f"I call {wrong}")
+
+
+def test_a_schema_of_parts_is_not_closed(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    parts = {"allOf": [POINT, {"type": "object", "properties": {"y": {"type": "integer"}}}], "properties": {}}
+    spec = framed("json", functions=[("f", parts)], must_call=True, one_call=True)
+    assert takes(grammars, tokenizer, spec, '{"name": "f", "arguments": {"x": 1, "y": 2}}')
+
+
+@pytest.mark.parametrize(
     ("end", "text", "fits"),
     [
         ("<think>\n", "so < what</think>\n\n42", True),
