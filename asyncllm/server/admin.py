@@ -13,7 +13,7 @@ from aiohttp import web
 from .. import __version__
 from ..errors import Draining, QueueFull
 from ..llm import AsyncLLM
-from ..wire.openapi import document
+from ..wire.openapi import ROUTES, document
 from .completions import check_model
 from .gate import LLM, json_response
 from .metrics import Metrics
@@ -69,12 +69,14 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def openapi(request: web.Request) -> web.Response:
     """GET /openapi.json."""
-    return web.Response(body=_document(request.app[LLM].model_name), content_type="application/json")
+    served = [(one.method.lower(), one.resource.canonical) for one in request.app.router.routes() if one.resource]
+    return web.Response(body=_document(request.app[LLM].model_name, frozenset(served)), content_type="application/json")
 
 
 @functools.cache
-def _document(model: str) -> bytes:
-    return orjson.dumps(document(__version__, model))
+def _document(model: str, served: frozenset[tuple[str, str]]) -> bytes:
+    routes = [route for route in ROUTES if (route.method, route.path) in served]  # some have an address of their own
+    return orjson.dumps(document(__version__, model, routes))
 
 
 def _model(llm: AsyncLLM) -> dict[str, object]:

@@ -3,6 +3,7 @@
 Any thread. It never knows handlers: a test holds ROUTES to what the server serves.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +25,11 @@ _FOLLOW = (
     {"name": "starting_after", "in": "query", "schema": _AFTER},
 )
 _RESUME = ({"name": "Last-Event-ID", "in": "header", "schema": _AFTER},)
+# Where the server was started with keys.
+_SECURITY = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 _FAILURES = {
     "4XX": "The request cannot be served as sent; `param` names the field.",
     "5XX": "The server cannot serve it, or not now: with Retry-After, try again.",
@@ -105,7 +111,7 @@ ROUTES = (
 )  # fmt: skip
 
 
-def document(version: str, model: str, routes: tuple[Route, ...] = ROUTES) -> dict[str, Any]:
+def document(version: str, model: str, routes: Sequence[Route] = ROUTES) -> dict[str, Any]:
     """The whole of it, as JSON will have it, for a server of this model."""
     kinds = [kind for route in routes for kind in (route.request, route.reply, route.event, route.error)]
     kinds = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
@@ -119,7 +125,13 @@ def document(version: str, model: str, routes: tuple[Route, ...] = ROUTES) -> di
     for route in routes:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
     info = {"title": "asyncllm", "version": version, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}}
-    return {"openapi": OPENAPI, "info": info, "paths": paths, "components": {"schemas": components}}
+    return {
+        "openapi": OPENAPI,
+        "info": info,
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": _SECURITY},
+        "security": [{}, *[{name: []} for name in _SECURITY]],
+    }
 
 
 def _narrow(schema: dict[str, Any], limits: dict[str, Any]) -> None:

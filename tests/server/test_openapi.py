@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from asyncllm.server.app import build_app
+from asyncllm.server.settings import Access, Settings
 from asyncllm.wire import schemas
 from asyncllm.wire.openapi import _NARROWER, ROUTES, document
 
@@ -36,6 +37,13 @@ async def test_it_is_served_and_valid(serve: Serve) -> None:
     validator.validate(body)
     ids = [operation["operationId"] for path in body["paths"].values() for operation in path.values()]
     assert len(set(ids)) == len(ids) == len(ROUTES)
+
+
+async def test_what_has_an_address_of_its_own_is_not_said(serve: Serve) -> None:
+    async with serve(settings=Settings(access=Access(admin_port=0))) as served:
+        paths = (await served.get("/openapi.json"))[1]["paths"]
+        assert (await served.get("/metrics"))[0] == 404
+    assert "/metrics" not in paths and "/health" in paths
 
 
 def test_limits_stand_where_they_are_checked() -> None:
