@@ -98,10 +98,10 @@ async def serving(config: Config, fault: str | None = None) -> AsyncIterator[Asy
 
 
 class SizedRunner(NamedTuple):
-    """A runner that found out at start how many pages its device holds."""
+    """A runner that found out at start how many pages its device holds, and how fast it is."""
 
     runner: Runner
-    num_pages: int
+    config: EngineConfig
 
 
 @asynccontextmanager
@@ -115,13 +115,14 @@ async def running(
 
     def make_engine() -> Engine:
         made = make_runner()
-        runner, num_pages = made if isinstance(made, SizedRunner) else (made, config.num_pages)
-        pool_tokens = (num_pages - 1) * config.page_size
+        runner, sized = made if isinstance(made, SizedRunner) else (made, config)
+        pool_tokens = sized.usable_pages * config.page_size
         scheduler = Scheduler(
             msgspec.structs.replace(limits, max_prompt_len=min(limits.max_prompt_len, pool_tokens)),
             page_size=config.page_size,
-            num_pages=num_pages,
+            num_pages=sized.num_pages,
             max_step_tokens=config.max_step_tokens,
+            max_mixed_tokens=sized.max_mixed_tokens or None,
             prefix_cache=config.prefix_cache,
             masker=None if llm.grammars is None else llm.grammars.masker(_mask_threads()),
         )
@@ -324,4 +325,4 @@ def _make_whole_runner(folder: Path, config: EngineConfig, limits: EngineLimits)
     from .runner.cuda import build_cuda_runner
 
     runner, config = build_cuda_runner(folder, config, ModelConfig.from_folder(folder).facts(), limits.vocab_size)
-    return SizedRunner(runner, config.num_pages)
+    return SizedRunner(runner, config)

@@ -20,6 +20,9 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 GRAPH_BYTES = 1 << 30  # what captured graphs and late allocations take beside the KV pool
 MAX_GRAPH_ROWS = 512
+# Running streams wait this long while a prompt comes in; long contexts take half of it more. Shorter steps would read
+# the weights more often for as many prompt tokens.
+MIXED_STEP_S = 0.045
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,6 +41,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_waiting_tokens: int = 1 << 20  # of their prompts
     queue_timeout_s: float = 30.0  # 0: they wait for ever
     max_step_tokens: int | None = None
+    max_mixed_tokens: int | None = None  # of a step in which answers go on beside prompts
     max_model_len: int | None = None
     overlap: bool | None = None
     prefix_cache: bool = True
@@ -71,8 +75,8 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Every number decided, save one: on a GPU `num_pages` is 0 where the user left it open, until the model is
-    there and a step has been profiled (`sized`). It counts the dummy page 0."""
+    """Every number decided, save two: on a GPU `num_pages` and `max_mixed_tokens` are 0 where the user left them open,
+    until the model is there and a step has been profiled (`sized`) and timed (`timed`). Pages count the dummy 0."""
 
     device: str
     dtype: str
@@ -89,6 +93,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     why_plain: str | None = None  # why attention is sdpa on a GPU
     gpu_memory_utilization: float = 0.9
     cuda_graph_max_batch: int = 0
+    max_mixed_tokens: int = 0
 
     @property
     def usable_pages(self) -> int:
@@ -145,6 +150,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         max_running=max_running,
         max_waiting=_positive("max_waiting", config.max_waiting, default=1024),
         max_step_tokens=max_step_tokens,
+        max_mixed_tokens=_max_mixed_tokens(config, max_step_tokens, max_running, on_gpu),
         max_model_len=max_model_len,
         # A CPU computes inside launch(), so a step launched ahead only makes the last one's tokens late.
         overlap=on_gpu if config.overlap is None else config.overlap,
@@ -258,6 +264,27 @@ def _attention(
     if wish != "auto":
         raise ValueError(f"attention {wish} cannot be used: {problem}; use auto")
     return "sdpa", problem
+
+
+def _max_mixed_tokens(config: Config, max_step_tokens: int, max_running: int, on_gpu: bool) -> int:
+    tokens = config.max_mixed_tokens
+    if tokens is None:
+        return 0 if on_gpu else max_step_tokens
+    if not max_running < tokens <= max_step_tokens:
+        raise ValueError(
+            f"max_mixed_tokens must be above max_running {max_running} and at most max_step_tokens {max_step_tokens}, "
+            f"got {tokens}"
+        )
+    return tokens
+
+
+def timed(config: EngineConfig, step_s: float) -> EngineConfig:
+    """With the budget of a mixed step that takes MIXED_STEP_S, where a step of max_step_tokens takes `step_s`."""
+    if config.max_mixed_tokens:
+        return config
+    fitting = 256 * int(config.max_step_tokens * MIXED_STEP_S / step_s / 256)
+    tokens = min(max(fitting, 2 * config.max_running, 256), config.max_step_tokens)
+    return msgspec.structs.replace(config, max_mixed_tokens=tokens)
 
 
 def _graph_rows(config: Config, max_running: int, on_gpu: bool) -> int:

@@ -239,6 +239,7 @@ class House:
             page_size=config.page_size,
             num_pages=config.num_pages,
             max_step_tokens=config.max_step_tokens,
+            max_mixed_tokens=config.max_mixed_tokens or None,
             prefix_cache=config.prefix_cache,
             masker=_masker(),
         )

@@ -73,6 +73,17 @@ def test_the_pool_takes_what_is_left() -> None:
         configs.sized(resolve(num_pages=10_000), QWEN, free_bytes=2 * GIB, total_bytes=140 * GIB)
 
 
+def test_a_mixed_step_is_as_long_as_the_gpu_is_fast() -> None:
+    chosen = resolve()
+    assert chosen.max_mixed_tokens == 0, "open until a step has been timed"
+    assert configs.timed(chosen, 0.017).max_mixed_tokens == 8192
+    assert configs.timed(chosen, 0.170).max_mixed_tokens == 2048
+    assert configs.timed(chosen, 9.000).max_mixed_tokens == 2 * chosen.max_running
+    assert configs.timed(resolve(max_mixed_tokens=1000), 0.170).max_mixed_tokens == 1000
+    with pytest.raises(ValueError, match="at most max_step_tokens 8192"):
+        resolve(max_mixed_tokens=9000)
+
+
 @pytest.mark.parametrize("wish", [{"gpu_memory_utilization": 0.0}, {"gpu_memory_utilization": 1.1},
                                   {"cuda_graph_max_batch": -1}, {"attention": "magic"}])  # fmt: skip
 def test_wishes_out_of_range_are_named(wish: dict[str, Any]) -> None:

@@ -113,12 +113,14 @@ class Scheduler:
         page_size: int,
         num_pages: int,
         max_step_tokens: int,
+        max_mixed_tokens: int | None = None,
         prefix_cache: bool = True,
         masker: Masker | None = None,
     ) -> None:
         self.limits = limits
         self.page_size = page_size
         self.max_step_tokens = max_step_tokens
+        self.max_mixed_tokens = max_step_tokens if max_mixed_tokens is None else max_mixed_tokens
         self.prefix_cache = prefix_cache
         self._masker = masker
         self.num_preemptions = 0
@@ -225,7 +227,8 @@ class Scheduler:
         """Choose the rows of the next step; None if no sequence can go on before a commit.
 
         Decode rows come first and always, so a running stream waits for no more than the rest of one
-        step's token budget; then prompts under way, then new ones, by priority and first come first served.
+        step's token budget, which is less where there are such rows; then prompts under way, then new
+        ones, by priority and first come first served.
         """
         if self._deadlines:
             self._end_overdue()
@@ -406,7 +409,7 @@ class Scheduler:
         num_rows = step.num_decodes = len(sequences)
         step.lengths += [1] * num_rows
         step.wants_token += [True] * num_rows
-        step.budget -= num_rows
+        step.budget = (self.max_mixed_tokens if num_rows else self.max_step_tokens) - num_rows
         return prefills
 
     def _plan_prefills(self, step: Step, prefills: list[Sequence]) -> None:

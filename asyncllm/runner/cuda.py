@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import EngineConfig, ModelFacts, sized
+from ..config import EngineConfig, ModelFacts, sized, timed
 from ..device.cuda import CudaDevice
 from ..engine.batch import Runner
 from ..errors import ModelError
@@ -63,7 +63,13 @@ def _build_graphs(
     warm_s = time.monotonic()
     runner.use_pages(config.num_pages)
     runner.capture()
+    step_s = runner.time_step()
+    config = timed(config, step_s)
     log.info("warm-up %.1f s, pool and graphs %.1f s", warm_s - loaded_s, time.monotonic() - warm_s)
+    log.info(
+        "%d tokens take %.0f ms; with running streams a step has %d at most",
+        config.max_step_tokens, 1e3 * step_s, config.max_mixed_tokens,
+    )  # fmt: skip
     return runner, config
 
 

@@ -188,6 +188,16 @@ class GraphRunner:
         self._device.synchronize()
         log.info("captured %d graphs in %.1f s", len(shapes) + len(tails), time.monotonic() - began_s)
 
+    def time_step(self) -> float:
+        """Seconds that the largest step takes: padding alone, whose products are those of any tokens."""
+        largest = Shape(self._frame.max_tokens, 0, True)
+        self._run_forward(largest)
+        self._device.synchronize()
+        began_s = time.perf_counter()
+        self._run_forward(largest)
+        self._device.synchronize()
+        return time.perf_counter() - began_s
+
     def _shapes(self) -> Iterator[Shape]:
         rows = [size for size in self._row_buckets if size <= self._max_graph_rows]
         for num_tokens in reversed(self._token_buckets if self._attention.captures_prefill else []):

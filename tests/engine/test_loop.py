@@ -376,6 +376,20 @@ def test_a_message_wakes_a_waiting_engine() -> None:
     assert heard[0] is False and heard[-1] is True
 
 
+def test_a_prompt_takes_smaller_steps_where_streams_run() -> None:
+    house = House(engine_config(max_step_tokens=32, max_mixed_tokens=12))
+    house.scheduler.submit(submission("first", list(range(40)), 9))
+    lengths: list[list[int]] = []
+    for step in range(6):
+        if step == 2:  # "first" decodes from here on
+            house.scheduler.submit(submission("second", list(range(40, 75)), 9))
+        batch = house.scheduler.schedule()
+        assert batch is not None
+        lengths.append(batch.lengths.tolist())
+        house.scheduler.commit(house.runner.launch(batch).result())
+    assert lengths == [[32], [8], [1, 11], [1, 11], [1, 11], [1, 2]]
+
+
 def test_batches_are_what_the_runner_was_promised() -> None:
     house = House(engine_config(max_step_tokens=10))
     house.scheduler.submit(submission("a", list(range(15)), 3))

@@ -31,12 +31,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 4, 16]),
         num_pages=st.integers(8, 40),
         max_step_tokens=st.sampled_from([4, 9, 64]),
+        max_mixed_tokens=st.sampled_from([5, 64]),
         prefix_cache=st.booleans(),
     )
-    def begin(self, page_size: int, num_pages: int, max_step_tokens: int, prefix_cache: bool) -> None:
+    def begin(
+        self, page_size: int, num_pages: int, max_step_tokens: int, max_mixed_tokens: int, prefix_cache: bool
+    ) -> None:
         config = engine_config(
             page_size=page_size, num_pages=num_pages, max_running=4, max_step_tokens=max_step_tokens, max_model_len=64,
-            prefix_cache=prefix_cache,
+            prefix_cache=prefix_cache, max_mixed_tokens=min(max_mixed_tokens, max_step_tokens),
         )  # fmt: skip
         self.house = House(config, next_token)
         self.scheduler = self.house.scheduler
