@@ -264,8 +264,9 @@ class Scheduler:
         """
         sequences = [self._in_flight[-1].sequences[row] for row in self._in_flight[-1].masked]
         assert self._masker is not None
-        masks.fill(-1)
         rows = [(sequence.matcher, i) for i, sequence in enumerate(sequences) if sequence.finish_reason is None]
+        if len(rows) < len(sequences):
+            masks.fill(-1)
         if rows:
             self._masker.fill(rows, masks)
         for sequence in sequences:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncllm.bridge import Abort, Finish, Update
 from asyncllm.errors import InvalidRequest, StepFailed
 from asyncllm.text.grammars import Grammars
 from asyncllm.text.tokenizer import Tokenizer
@@ -138,6 +139,36 @@ def test_a_failed_step_leaves_matchers_where_the_committed_tokens_are(
     ends = [house.out.terminal(name) for name in ("one", "two", "three")]
     assert isinstance(ends[0] and ends[0].error, StepFailed) and isinstance(ends[1] and ends[1].error, StepFailed)
     assert ends[2] is not None and ends[2].finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])
+def test_a_storm_leaves_every_row_within_its_grammar(grammars: Grammars, overlap: bool) -> None:
+    """Aborts, changed limits, preemptions and finishes at random moments, checked at every turn."""
+    rng = random.Random(overlap)
+    config = engine_config(overlap=overlap, num_pages=30, max_step_tokens=16)
+    house, compiled = House(config, vocab_size=num_tokens()), [spec and grammars.compile(spec) for spec in SPECS]
+    asked: dict[str, Any] = {}
+    while len(asked) < 500 or not house.scheduler.idle:
+        if len(asked) < 500 and rng.random() < 0.6:
+            name, grammar = f"r{len(asked)}", rng.choice(compiled)
+            asked[name] = grammar
+            prompt = [rng.randrange(9) for _ in range(rng.randrange(1, 30))]
+            params = SamplingParams(temperature=0, grammar=grammar)
+            house.submit(name, prompt, rng.randrange(1, 60), params=params, stop_ids=(EOS_ID,))
+        if asked and rng.random() < 0.2:
+            name = rng.choice(list(asked))
+            house.inbox.put(rng.choice([Abort(name), Finish(name), Update(request_id=name, max_tokens=9)]))
+        if not house.scheduler.idle or house.inbox.wait(0):
+            house.turn()
+    assert house.scheduler.num_preemptions > 0
+    reasons = set()
+    for name, grammar in asked.items():
+        terminal, token_ids = house.out.terminal(name), house.out.token_ids(name)
+        assert terminal is not None and terminal.error is None
+        reasons.add(terminal.finish_reason)
+        if grammar is not None:
+            assert grammar.matcher().try_consume_tokens(token_ids) == len(token_ids)
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
 
 
 def test_a_grammar_that_cannot_be_followed_ends_its_own_request(grammars: Grammars) -> None:
