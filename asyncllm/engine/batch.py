@@ -136,8 +136,8 @@ class Undrawn(Protocol):
 class Masker(Protocol):
     """The grammars' side: many rows in one call each."""
 
-    def fill(self, rows: list[tuple[Any, int]], masks: Int32) -> None:
-        """Write the mask of each matcher into its row."""
+    def fill(self, rows: list[tuple[Any, int]], masks: Int32, budget_s: float) -> int:
+        """Write the mask of each matcher into its row, until the time is over. Returns how many: at least one."""
 
     def accept(self, tokens: list[tuple[Any, int]]) -> list[bool]:
         """Move each matcher over its token; False: it does not fit, or cannot be followed."""

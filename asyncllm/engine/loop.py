@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 # spin would starve the event loop for up to 261 ms (measured there).
 POLL_S = 50e-6
 EXPECTED_SHARE = 0.9
+# Rows whose masks take longer sit the step out: the others' tokens do not wait for them.
+MASKS_S = 5e-3
+MASKS_SHARE = 0.5  # or this share of the step, in which the device computes its forward
 OOM_STEPS = 100
 
 
@@ -124,7 +127,8 @@ class Engine:
         self._hand_off()  # the loop has the GIL while masks are filled
         (batch, undrawn), self._undrawn = self._undrawn, None
         try:
-            self.scheduler.fill_masks(undrawn.masks)
+            step_s = self._step_s.get(batch.num_tokens.bit_length(), 0.0)
+            self.scheduler.fill_masks(undrawn.masks, max(MASKS_S, MASKS_SHARE * step_s))
             self._launched.append((batch, undrawn.draw()))
         except EngineDead:
             raise

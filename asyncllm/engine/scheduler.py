@@ -54,6 +54,7 @@ class Step:
         self.page_deltas: list[tuple[int, int, int]] = []
         self.scored: list[Scored] = []
         self.masked: list[int] = []  # rows whose tokens a grammar masks
+        self.late: set[Sequence] = set()  # of those, the ones whose masks were late: their draws mean nothing
         self.held: set[Sequence] = set()  # sit this step out, so that the next can preempt them
 
     def add(self, sequence: Sequence, length: int) -> None:
@@ -137,6 +138,7 @@ class Scheduler:
         self._num_taken_tokens = self._num_waiting_tokens = 0  # of prompts: ever submitted; never yet admitted
         self._next_patience_s = 0.0
         self._num_matched = 0  # live sequences that follow a grammar
+        self._late: set[Sequence] = set()  # those whose masks were late in the last step
         self._deadlines: dict[Sequence, float] = {}  # of live sequences that have one
         self._next_deadline_s = math.inf  # no later than the first of them
         self._retired: dict[Sequence, None] = {}  # done, but named by a step in flight
@@ -257,21 +259,35 @@ class Scheduler:
         self._in_flight.append(step)
         return step.batch()
 
-    def fill_masks(self, masks: Int32) -> None:
+    def fill_masks(self, masks: Int32, budget_s: float) -> None:
         """Of the newest step, once all before it are committed: what its masked rows may draw.
 
-        A row whose sequence has ended draws what it likes. One whose grammar cannot be followed ends here.
+        A row whose sequence has ended draws what it likes. One whose grammar cannot be followed ends here. One whose
+        mask does not come in time sits the step out, and is the first in the next.
         """
-        sequences = [self._in_flight[-1].sequences[row] for row in self._in_flight[-1].masked]
         assert self._masker is not None
-        rows = [(sequence.matcher, i) for i, sequence in enumerate(sequences) if sequence.finish_reason is None]
-        if len(rows) < len(sequences):
-            masks.fill(-1)
-        if rows:
-            self._masker.fill(rows, masks)
-        for sequence in sequences:
-            if sequence.finish_reason is None and sequence.matcher is not None and sequence.matcher.is_error():
+        step = self._in_flight[-1]
+        masked = enumerate([step.sequences[row] for row in step.masked])
+        live = [(i, sequence) for i, sequence in masked if sequence.finish_reason is None]
+        if self._late:
+            live.sort(key=lambda entry: entry[1] not in self._late)
+        rows = [(sequence.matcher, i) for i, sequence in live]
+        num_filled = self._masker.fill(rows, masks, budget_s) if rows else 0
+        self._late = step.late = {sequence for _, sequence in live[num_filled:]}
+        for sequence in step.late:
+            self._sit_out(sequence)
+        if num_filled < len(step.masked):
+            masks[sorted(set(range(len(step.masked))) - {i for i, _ in live[:num_filled]})] = -1
+        for _, sequence in live[:num_filled]:
+            if sequence.matcher is not None and sequence.matcher.is_error():
                 self._end_unmatched(sequence)
+
+    def _sit_out(self, sequence: Sequence) -> None:
+        """Of the newest step: its last position is computed again in the next one, and draws there."""
+        sequence.num_drawing -= 1
+        sequence.planned_len -= 1
+        if sequence.params.counts_tokens:
+            self._stale[sequence] = None  # the device counts what it draws
 
     def commit(self, result: StepResult) -> None:
         """Apply the oldest step in flight. Tokens of sequences that ended meanwhile are discarded."""
@@ -281,7 +297,7 @@ class Scheduler:
         self._logprobs = iter(()) if result.logprobs is None else _entries(result.logprobs)
         for scored, scores in zip(step.scored, result.scores, strict=True):
             step.sequences[scored.row].add_scores(scored.first, scores)
-        if step.num_decodes == len(step.sequences):
+        if step.num_decodes == len(step.sequences) and not step.late:
             self._commit_decodes(step.sequences, result.token_ids.tolist(), now)
         else:
             self._commit_rows(step, iter(result.token_ids.tolist()), now)
@@ -298,6 +314,11 @@ class Scheduler:
             step.sequences, step.starts, step.lengths, step.wants_token, strict=True
         ):
             sequence.num_in_flight -= 1
+            if sequence in step.late:
+                sequence.computed_len = start + length - 1
+                next(tokens)
+                self._skip_logprob(sequence)
+                continue
             sequence.computed_len = start + length
             if wants_token:
                 sequence.num_drawing -= 1
@@ -542,6 +563,10 @@ class Scheduler:
 
     # -- endings --
 
+    def _skip_logprob(self, sequence: Sequence) -> None:
+        if sequence.num_logprobs >= 0:
+            next(self._logprobs)
+
     def _commit_token(self, sequence: Sequence, token_id: int, now: float) -> None:
         wide = sequence.num_logprobs
         logprobs = (_logprob(token_id, wide, *next(self._logprobs)),) if wide >= 0 else ()
@@ -572,7 +597,8 @@ class Scheduler:
     def _accept(self, step: Step) -> None:
         """Move the matchers of the step's sequences over their tokens; an answer that is complete ends."""
         assert self._masker is not None
-        sequences = [step.sequences[row] for row in step.masked if step.sequences[row].finish_reason is None]
+        masked = [step.sequences[row] for row in step.masked]
+        sequences = [one for one in masked if one.finish_reason is None and one not in step.late]
         tokens = [(sequence.matcher, sequence.output_ids[-1]) for sequence in sequences]
         accepted = self._masker.accept(tokens) if tokens else []
         for sequence, fits in zip(sequences, accepted, strict=True):

@@ -130,11 +130,12 @@ class Residues:
     def is_error(self) -> bool:
         return False
 
-    def fill(self, rows: list[tuple["Residues", int]], masks: np.ndarray) -> None:
+    def fill(self, rows: list[tuple["Residues", int]], masks: np.ndarray, budget_s: float) -> int:
         for matcher, row in rows:
             bits = np.zeros(32 * masks.shape[1], np.uint8)
             bits[matcher.num_tokens % 7 :: 7] = 1
             masks[row] = np.packbits(bits, bitorder="little").view(np.int32)
+        return len(rows)
 
     def accept(self, tokens: list[tuple["Residues", int]]) -> list[bool]:
         for matcher, token_id in tokens:

@@ -11,7 +11,7 @@ import pytest
 
 from asyncllm.bridge import Abort, Finish, Update
 from asyncllm.errors import InvalidRequest, StepFailed
-from asyncllm.text.grammars import Grammars
+from asyncllm.text.grammars import Grammars, Masker
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import FinishReason, GrammarSpec, SamplingParams
 from tests.fakes import House, engine_config
@@ -141,12 +141,46 @@ def test_a_failed_step_leaves_matchers_where_the_committed_tokens_are(
     assert ends[2] is not None and ends[2].finish_reason is FinishReason.STOP
 
 
+class Slow(Masker):
+    """Has time for some of the rows."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(1)
+        self.rng, self.num_late = rng, 0
+
+    def fill(self, rows: Any, masks: Any, budget_s: float) -> int:
+        count = self.rng.randrange(1, len(rows) + 1)
+        self.num_late += len(rows) - count
+        return super().fill(rows[:count], masks, 1e9)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])
+@pytest.mark.parametrize("max_step_tokens", [8, 512], ids=["chunk8", "whole"])
+def test_a_late_mask_costs_its_row_a_step_and_changes_no_token(
+    folder: Path, grammars: Grammars, overlap: bool, max_step_tokens: int
+) -> None:
+    """Penalised, scored, preempted, in the step after the prompt's last chunk: as alone."""
+    requests = asked(max_step_tokens + 1, grammars)
+    expected = solo(folder, requests)
+    house = house_of(
+        folder, ManualDevice(patience=2), overlap=overlap, num_pages=25, page_size=4, max_step_tokens=max_step_tokens
+    )
+    house.scheduler._masker = slow = Slow(random.Random(1))
+    for name, request in requests.items():
+        submit(house, name, request)
+    house.run()
+    assert slow.num_late > 100 and house.scheduler.num_preemptions > 0
+    for name in requests:
+        assert_equal(said(house, name), expected[name])
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])
 def test_a_storm_leaves_every_row_within_its_grammar(grammars: Grammars, overlap: bool) -> None:
     """Aborts, changed limits, preemptions and finishes at random moments, checked at every turn."""
     rng = random.Random(overlap)
     config = engine_config(overlap=overlap, num_pages=30, max_step_tokens=16)
     house, compiled = House(config, vocab_size=num_tokens()), [spec and grammars.compile(spec) for spec in SPECS]
+    house.scheduler._masker = Slow(rng)
     asked: dict[str, Any] = {}
     while len(asked) < 500 or not house.scheduler.idle:
         if len(asked) < 500 and rng.random() < 0.6:
@@ -185,8 +219,9 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_request(grammars: Gramma
             return "ParserTooComplex\nmore"
 
     class Filler:
-        def fill(self, rows: Any, masks: Any) -> None:
+        def fill(self, rows: Any, masks: Any, budget_s: float) -> int:
             masks[:] = -1
+            return len(rows)
 
         def accept(self, tokens: Any) -> list[bool]:
             return [False] * len(tokens)
@@ -222,7 +257,7 @@ def test_masks_are_filled_while_the_step_runs_and_before_its_tail(grammars: Gram
     house.runner.on_launch = lambda batch: order.append(f"forward {batch.step}")
     house.runner.on_result = lambda batch: order.append(f"commit {batch.step}")
     fill, enqueue = house.scheduler.fill_masks, house.runner.enqueue
-    house.scheduler.fill_masks = lambda masks: (order.append("fill"), fill(masks))[1]
+    house.scheduler.fill_masks = lambda *args: (order.append("fill"), fill(*args))[1]
     house.runner.enqueue = lambda batch: (order.append(f"tail {batch.step}"), enqueue(batch))[1]
     for _ in range(3):
         house.turn()
