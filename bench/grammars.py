@@ -21,23 +21,24 @@ SHARES = (0.0, 0.5, 1.0)
 _FRESH = count()
 
 
-def requests(rows: int, tokens: int, share: float) -> list[Request]:
+def requests(rows: int, tokens: int, share: float, vocab_size: int) -> list[Request]:
     """Every second row, every row or none keeps to a schema; none ends before its limit."""
     rng, spec = random.Random(next(_FRESH)), GrammarSpec("json", json.dumps(ENDLESS))
     made = []
     for row in range(rows):
         grammar = spec if int((row + 1) * share) > int(row * share) else None
         params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=tokens, grammar=grammar)
-        made.append(Request([rng.randint(10, 9999) for _ in range(16)], params))
+        made.append(Request([rng.randrange(10, min(10_000, vocab_size)) for _ in range(16)], params))
     return made
 
 
 async def measure(house: House, rows: int, tokens: int, runs: int) -> dict[float, list[float]]:
     """Output tokens a second of each run, by share. The first run warms up."""
     figures: dict[float, list[float]] = {share: [] for share in SHARES}
+    vocab_size = house.llm.limits.vocab_size
     for _ in range(runs + 1):
         for share in SHARES:
-            asked = [await compiled(house.llm, request) for request in requests(rows, tokens, share)]
+            asked = [await compiled(house.llm, request) for request in requests(rows, tokens, share, vocab_size)]
             seconds, num_tokens, _ = await generate(house.llm, asked)
             assert num_tokens == rows * tokens, "an answer ended early"
             figures[share].append(num_tokens / seconds)
