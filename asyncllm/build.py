@@ -311,8 +311,8 @@ def _make_runner(
         return made
     from .runner.faults import FaultyRunner, parse
 
-    runner, num_pages = made if isinstance(made, SizedRunner) else (made, config.num_pages)
-    return SizedRunner(FaultyRunner(runner, parse(fault), config.device == "cuda"), num_pages)
+    runner, config = made if isinstance(made, SizedRunner) else (made, config)
+    return SizedRunner(FaultyRunner(runner, parse(fault), config.device == "cuda"), config)
 
 
 def _make_whole_runner(folder: Path, config: EngineConfig, limits: EngineLimits) -> Runner | SizedRunner:
