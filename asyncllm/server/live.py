@@ -56,6 +56,10 @@ class Telling(Protocol):
     @property
     def call_id_chars(self) -> int | None: ...
 
+    @property
+    def num_chars(self) -> int:
+        """About what it repeats of its request."""
+
     def script(self, framing: Framing) -> Script:
         """A fresh one, before its first event."""
 
@@ -124,7 +128,7 @@ class LiveResponse:
     @property
     def num_bytes(self) -> int:
         """About what keeping it takes."""
-        past = sum([len(message["content"] or "") for message in self._messages])
+        past = _num_chars(self._messages) + self._telling.num_chars
         said = sum([len(piece.text) + 200 * len(piece.logprobs or ()) for piece in self._pieces])
         return past + said + 2000
 
@@ -283,6 +287,15 @@ class LiveResponse:
             return msgspec.structs.replace(whole, status="cancelled")
         self.error = copy.copy(last.error) if isinstance(last.error, AsyncLLMError) else AsyncLLMError("internal error")
         return msgspec.structs.replace(whole, status="failed", error=_told(self.error))
+
+
+def _num_chars(value: Any) -> int:
+    """All text in it, and something for everything else."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum([_num_chars(inner) + len(key) for key, inner in value.items()])
+    return sum([_num_chars(inner) for inner in value]) if isinstance(value, list) else 8
 
 
 def _told(error: AsyncLLMError) -> dict[str, str]:

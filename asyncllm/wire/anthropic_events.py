@@ -26,20 +26,24 @@ class MessageHead(msgspec.Struct, frozen=True, kw_only=True):
     fills_context: bool = False  # its limit is the context's, not the request's
     call_id_chars: int | None = None
 
+    @property
+    def num_chars(self) -> int:
+        return 0  # it is not kept
+
     def script(self, framing: Framing) -> "MessageEvents":
         """Its events, from the first."""
         return MessageEvents(self, framing)
 
     def whole(self, outcome: Outcome | None, pieces: list[Piece]) -> dict[str, Any]:
         """The message object. A call that was cut off is left out: half an input is none to act on."""
-        content = [self.block(item, whole=True) for item in Items(pieces).all]
+        told = [item for item in Items(pieces).all if not _is_cut_off(item)]
         usage = _usage(outcome or Outcome(status="in_progress", num_prompt_tokens=self.num_prompt_tokens))
         return {
             "id": self.id,
             "type": "message",
             "role": "assistant",
             "model": self.model,
-            "content": [block for block in content if not isinstance(block.get("input"), str)],
+            "content": [self.block(item, whole=True) for item in told],
             **self.stop(outcome),
             "usage": usage,
         }
@@ -49,7 +53,8 @@ class MessageHead(msgspec.Struct, frozen=True, kw_only=True):
         text = item.text if whole else ""
         if item.kind == CALL:
             own = call_id(self.id, item.index, self.call_id_chars)
-            return {"type": "tool_use", "id": own, "name": item.name, "input": arguments_object(text)}
+            # As the model wrote it: whatever its depth and its numbers, it is JSON.
+            return {"type": "tool_use", "id": own, "name": item.name, "input": orjson.Fragment(text or "{}")}
         if item.kind == REASONING:
             return {"type": "thinking", "thinking": text, "signature": self.signature(item) if whole else ""}
         return {"type": "text", "text": text}
@@ -127,6 +132,10 @@ class MessageEvents:
 
 _DELTAS = {"content": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
 _DELTAS[CALL] = ("input_json_delta", "partial_json")
+
+
+def _is_cut_off(item: Item) -> bool:
+    return item.kind == CALL and isinstance(arguments_object(item.text), str)
 
 
 def error_body(status: int, openai: bytes, request_id: str) -> bytes:

@@ -102,7 +102,6 @@ def _call(item: Item, name: str, num_chars: int | None) -> dict[str, object]:
 def arguments_object(text: str) -> object:
     """A call's arguments as an object; text that is none stays what the model wrote."""
     try:
-        value = msgspec.json.decode(text or "{}")
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
         return text
-    return value if isinstance(value, dict) else text

@@ -92,6 +92,10 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     call_id_chars: int | None = None
     encrypts: bool = False  # reasoning comes in a form to be sent back, too
 
+    @property
+    def num_chars(self) -> int:
+        return len(orjson.dumps(self.echo))
+
     def script(self, framing: Framing) -> "Events":
         """Its events, from the first."""
         return Events(self, framing)

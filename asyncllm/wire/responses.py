@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import msgspec
+import orjson
 
 from ..errors import InvalidRequest
 from .formats import JsonSchema, ResponseFormat
@@ -152,11 +153,25 @@ def decode_response(body: bytes) -> ResponseRequest:
     for i, name in enumerate(request.include or []):
         if name not in _INCLUDABLE:
             raise InvalidRequest(f"{name[:80]!r} cannot be included by this server", f"include[{i}]")
+    _check_repeatable(request)
     if request.truncation not in (None, "disabled", "auto"):
         raise InvalidRequest("'truncation' is disabled or auto", "truncation")
     if sum(len(key) + len(value) for key, value in (request.metadata or {}).items()) > _MAX_METADATA_CHARS:
         raise InvalidRequest(f"'metadata' may hold {_MAX_METADATA_CHARS} characters", "metadata")
     return request
+
+
+def _check_repeatable(request: ResponseRequest) -> None:
+    """A response repeats its tools and its format, a few levels deep: JSON is written to 254, and numbers of 64 bits.
+
+    Raises:
+        InvalidRequest: naming what goes beyond.
+    """
+    for name in ("tools", "tool_choice", "text"):
+        try:
+            orjson.dumps([[[[[[msgspec.to_builtins(getattr(request, name))]]]]]])
+        except (orjson.JSONEncodeError, RecursionError):
+            raise InvalidRequest("it is nested too deeply, or holds too large a number", name) from None
 
 
 def decode_envelope(body: bytes) -> Envelope:

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import msgspec
+import orjson
 import pytest
 
 from asyncllm.wire import schemas
@@ -145,16 +146,27 @@ SAID = [
 PIECES = [Piece(kind, text) for kind, text in SAID]
 
 
+def written(message: dict[str, Any]) -> Any:
+    return orjson.loads(orjson.dumps(message))
+
+
+@pytest.mark.parametrize("arguments", ['{"a":' * 300 + "1" + "}" * 300, '{"n": ' + "9" * 40 + "}"])
+def test_whatever_a_model_writes_is_written(arguments: str) -> None:
+    head = MessageHead(id="msg_1", model="m", num_prompt_tokens=3)
+    whole = orjson.dumps(head.whole(Outcome(status="completed"), [Piece("call", "f"), Piece("arguments", arguments)]))
+    assert arguments.encode() in whole
+
+
 def test_reasoning_and_calls_in_events_and_whole() -> None:
     head = MessageHead(id="msg_1", model="m", num_prompt_tokens=3)
     outcome = Outcome(status="completed", num_prompt_tokens=3, num_output_tokens=9, calls=True)
-    whole = head.whole(outcome, PIECES)
+    whole = written(head.whole(outcome, PIECES))
     assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
     assert whole["content"][2]["input"] == {"city": "Brno"}
     assert whole["content"][0]["signature"] and whole["stop_reason"] == "tool_use"
     assert put_together(b"".join(all_events(head.script(EventStream()), PIECES, outcome))) == whole
     cut = Outcome(status="incomplete", reason="max_output_tokens")
-    assert head.whole(cut, PIECES[:5])["content"] == whole["content"][:2]  # half an input is none to act on
+    assert written(head.whole(cut, PIECES[:5]))["content"] == whole["content"][:2]  # half an input is none to act on
 
 
 WEATHER = {"name": "get_weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}

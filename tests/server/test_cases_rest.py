@@ -33,9 +33,9 @@ def nested(body: dict[str, Any], depth: int, opening: str, closing: str) -> byte
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
 async def test_in_2_deep_nesting_is_answered_or_refused(serve: Serve, path: str, opening: str, closing: str) -> None:
-    async with serve("Hi.") as served:
+    async with serve("Hi.", max_model_len=8192, num_pages=2100, max_step_tokens=8192) as served:
         for place in PLACES:
-            for depth in (50, 500, 1000, 3000, 100_000):
+            for depth in (50, 240, 260, 300, 400, 500, 1000, 3000, 100_000):
                 data = nested(BODIES[path] | place, depth, opening, closing)
                 async with served.session.post(
                     served.url + path, data=io.BytesIO(data), headers={"Content-Type": "application/json"}
@@ -47,7 +47,7 @@ async def test_in_2_deep_nesting_is_answered_or_refused(serve: Serve, path: str,
 async def test_in_2_deep_nesting_over_a_socket(serve: Serve) -> None:
     async with serve("Hi.") as served, served.session.ws_connect(served.url + "/v1/responses") as socket:
         for place in PLACES:
-            for depth in (1000, 100_000):
+            for depth in (260, 400, 1000, 100_000):
                 body = {"type": "response.create"} | BODIES["/v1/responses"] | place
                 await socket.send_str(nested(body, depth, "[", "]").decode())
                 last: dict[str, Any] = {"type": ""}
@@ -93,3 +93,24 @@ async def test_abort_3_leaving_in_the_middle_of_a_prefill(serve: Serve, page_siz
         again = [(await served.complete(prompt(number, 300), max_tokens=5)).text() for number in range(14)]
         assert again == alone
         await served.idle()
+
+
+@pytest.mark.parametrize("value", ['{"maximum":' + "9" * 40 + "}", '{"a":' * 300 + "1" + "}" * 300, '{"x":1e400}'])
+async def test_values_that_json_holds_and_others_do_not(serve: Serve, value: str) -> None:
+    """Numbers beyond 64 bits, and nesting that can be read and not be written again."""
+    chat_tool, own_tool = {"type": "function", "function": {"name": "f", "parameters": "DEEP"}}, {"name": "f"}
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": "DEEP"}
+    result = {"type": "tool_result", "tool_use_id": "c"}
+    talk = [*HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    async with serve("Hi.", max_model_len=4096, num_pages=1100, max_step_tokens=4096) as served:
+        for path, fields in (
+            (CHAT, {"tools": [chat_tool]}), (CHAT, {"tools": [chat_tool], "tool_choice": "required"}),
+            (CHAT, {"chat_template_kwargs": "DEEP"}),
+            ("/tokenize", {"prompt": None, "messages": HI, "tools": [chat_tool]}),
+            ("/v1/responses", {"tools": [own_tool | {"type": "function", "parameters": "DEEP"}]}),
+            ("/v1/messages", {"tools": [own_tool | {"input_schema": "DEEP"}]}), ("/v1/messages", {"messages": talk}),
+        ):  # fmt: skip
+            data = io.BytesIO(json.dumps(BODIES[path] | fields).replace('"DEEP"', value).encode())
+            headers = {"Content-Type": "application/json"}
+            async with served.session.post(served.url + path, data=data, headers=headers) as response:
+                assert response.status in (200, 400), (path, fields, await response.text())
