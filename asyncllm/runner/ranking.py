@@ -119,8 +119,9 @@ def rank(
         meta, slots, positions, sampling, logits, *scratch, vocab, num_tokens, num_blocks, number, **places, num_warps=8
     )
     _rank_row[(num_rows,)](
-        meta, slots, positions, sampling, logits, *scratch, targets, out, vocab, num_blocks, targets.shape[-1], number,
-        **places, H_OUTPUT=k.OUTPUT, BLOCKS=triton.next_power_of_2(num_blocks),
+        meta, slots, positions, sampling, logits, *scratch, targets, out, vocab, num_blocks,
+        targets.shape[-1] if asked is None else 0, number, **places,
+        H_OUTPUT=k.OUTPUT, BLOCKS=triton.next_power_of_2(num_blocks),
         LANES=triton.next_power_of_2(num_blocks * MAX_LOGPROBS), WIDTH=WIDTH, LEAST=LEAST_LOGPROB,
         DRAWN=asked is None, num_warps=4,
     )  # fmt: skip

@@ -65,7 +65,7 @@ class Tail:
         device): [n, WIDTH] int32, device. As many at a time as rows may draw, for no more logits fit."""
         frame, most = self._frame, self._frame.max_rows
         out = torch.empty((len(at), WIDTH), dtype=torch.int32, device=at.device)
-        text = frame.token_pool[slot, first : first + len(at)]
+        text = frame.token_pool[slot, first : first + len(at)].clone()  # aligned: else Triton compiles once more
         for begin in range(0, len(at), most):
             some = at[begin : begin + most]
             logits = self.logits[: len(some)]
