@@ -452,11 +452,7 @@ class AsyncLLM:
         """
         if (mailbox := self._mailboxes.get(request_id)) is None:
             return False
-        given = {"max_tokens": max_tokens, "stop": None if stop is None else tuple(stop), "temperature": temperature}
-        changes = {name: value for name, value in given.items() if value is not None}
-        params = msgspec.structs.replace(SamplingParams(), **changes)
-        if problem := params.problem(self.limits):
-            raise InvalidRequest(problem.message, problem.param)
+        self.check_update(max_tokens=max_tokens, stop=stop, temperature=temperature)
         if stop is not None:
             include = mailbox.submission.params.include_stop_str_in_output
             mailbox.set_stop(_matcher(stop, include=include))
@@ -465,6 +461,20 @@ class AsyncLLM:
             limit = None if max_tokens is None else min(max_tokens, room)
             self._inbox.put(Update(request_id=request_id, max_tokens=limit, temperature=temperature))
         return True
+
+    def check_update(
+        self, *, max_tokens: int | None = None, stop: Sequence[str] | None = None, temperature: float | None = None
+    ) -> None:
+        """Whether update() would take these.
+
+        Raises:
+            InvalidRequest: naming the field.
+        """
+        given = {"max_tokens": max_tokens, "stop": None if stop is None else tuple(stop), "temperature": temperature}
+        changes = {name: value for name, value in given.items() if value is not None}
+        params = msgspec.structs.replace(SamplingParams(), **changes)
+        if problem := params.problem(self.limits):
+            raise InvalidRequest(problem.message, problem.param)
 
     def abort(self, request_id: str) -> None:
         """End a request. Its reader, if any, gets Aborted; unknown and ended ones are no news."""

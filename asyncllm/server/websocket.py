@@ -12,7 +12,8 @@ import copy
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
@@ -21,6 +22,7 @@ from ..llm import AsyncLLM
 from ..wire.errors import error_reply
 from ..wire.response_events import SocketFrames, error_frame
 from ..wire.responses import (
+    ResponseRequest,
     Update,
     check_stream_id,
     decode_attach,
@@ -269,13 +271,13 @@ class Connection:
         update = decode_update(message)
         lane = self._lanes.get(stream_id)
         if update.response_id is not None:
-            self.apply(update, self.responses.get(update.response_id))
+            self.apply(self.responses.get(update.response_id), update)
         elif lane is not None and (order := lane.coming) is not None:
             order.updates.append(update)
         else:
-            self.apply(update, None if lane is None else lane.running)
+            self.apply(None if lane is None else lane.running, update)
 
-    def apply(self, update: Update, live: LiveResponse | None) -> None:
+    def apply(self, live: LiveResponse | None, update: Update) -> None:
         """
         Raises:
             InvalidRequest: naming the field, or saying that nothing runs.
@@ -406,7 +408,21 @@ class Lane:
         connection = self._connection
         body = decode_response(order.message)
         check_model(connection.llm, body.model)
+        self._settle(order, partial(self._change, body))  # a moment later it could be some tokens ahead
         await self._follow(await connection.responses.start(body, connection), -1, order)
+
+    def _settle(self, order: Order, apply: Callable[[Update], None]) -> None:
+        """Whatever updates came before it ran; an error is of its update alone."""
+        updates, order.updates = order.updates, []
+        for update in updates:
+            try:
+                apply(update)
+            except AsyncLLMError as error:
+                self._connection.refuse(error, self.stream_id)
+
+    def _change(self, body: ResponseRequest, update: Update) -> None:
+        self._connection.llm.check_update(**update.changes())
+        update.change(body)
 
     async def _attach(self, order: Order) -> None:
         attach = decode_attach(order.message)
@@ -416,11 +432,7 @@ class Lane:
     async def _follow(self, live: LiveResponse, after: int, order: Order) -> None:
         self._over = asyncio.get_running_loop().create_future()
         self.running = live
-        for update in order.updates:
-            try:
-                self._connection.apply(update, live)
-            except AsyncLLMError as error:
-                self._connection.refuse(error, self.stream_id)
+        self._settle(order, partial(self._connection.apply, live))
         live.attach(self, after)
         if order.cancelled:
             live.cancel()

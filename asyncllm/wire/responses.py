@@ -117,6 +117,12 @@ class Update(msgspec.Struct, kw_only=True):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         return {"max_tokens": self.max_output_tokens, "stop": stop, "temperature": self.temperature}
 
+    def change(self, request: ResponseRequest) -> None:
+        """The same of a request that has not begun."""
+        for name in ("max_output_tokens", "stop", "temperature"):
+            if (value := getattr(self, name)) is not None:
+                setattr(request, name, value)
+
 
 class Attach(msgspec.Struct, kw_only=True):
     """response.attach: go on with a response behind an event's number."""
