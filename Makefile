@@ -132,7 +132,7 @@ $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing $*"
 	@$(PYTHON) -m venv --clear $(@D)
 	@! grep -q '^torch' $< || $(@D)/bin/pip --disable-pip-version-check install --quiet --no-deps $(TORCH)
-	@$(@D)/bin/pip --disable-pip-version-check install --quiet --constraint tests/interop/constraints.txt -r $<
+	@$(@D)/bin/pip --disable-pip-version-check install --quiet --no-compile --constraint tests/interop/constraints.txt -r $<
 	@touch $@
 
 $(VENV)/.interop: $(VENV)/.torch pyproject.toml tests/interop/constraints.txt

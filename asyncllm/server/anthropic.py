@@ -30,8 +30,9 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 def in_its_words(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
     """An error of these routes, told anew; anything else as it is."""
-    if _is_ours(request) and isinstance(response, web.Response) and response.status >= 400:
-        assert isinstance(response.body, bytes)
+    if not isinstance(response, web.Response) or not isinstance(response.body, bytes):  # a client that left has none
+        return response
+    if _is_ours(request) and response.status >= 400:
         response.body = error_body(response.status, response.body, request_id(request))
     return response
 
