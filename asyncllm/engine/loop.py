@@ -41,6 +41,7 @@ class Engine:
         self._shed_at: list[int] = []  # steps that found no memory
         self._step_s: dict[int, float] = {}  # running mean duration, by the bit length of the token count
         self._last_end_s = time.monotonic()
+        self._overslept = False  # the step was over when a long wait for it ended
 
     def run(self) -> None:
         """Serve until Close. Whatever this raises is not one request's fault and ends the engine."""
@@ -156,16 +157,20 @@ class Engine:
         ones. All wait on the inbox, so a message is applied at once; it is scheduled at the next step."""
         step_s = self._step_s.get(batch.num_tokens.bit_length(), 0.0)
         expected_s = self._last_end_s + EXPECTED_SHARE * step_s
+        self._overslept = False
         while not launched.ready():
-            if self.inbox.wait(max(POLL_S, expected_s - time.monotonic())):
+            wait_s = expected_s - time.monotonic()
+            if self.inbox.wait(max(POLL_S, wait_s)):
                 self._receive()
                 self._hand_off()
+            self._overslept = wait_s > POLL_S
 
     def _note_end(self, batch: Batch) -> None:
         now, size = time.monotonic(), batch.num_tokens.bit_length()
         took_s = now - self._last_end_s
         mean_s = self._step_s.setdefault(size, took_s)
-        self._step_s[size] = mean_s + 0.2 * (took_s - mean_s)
+        # What was slept through was not measured: else one slow step, as the first is, would be waited for ever after.
+        self._step_s[size] = mean_s / 2 if self._overslept else mean_s + 0.2 * (took_s - mean_s)
         self._last_end_s = now
 
     def _drain_device(self) -> None:

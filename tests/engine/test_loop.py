@@ -1,13 +1,14 @@
 """The laws of both loops, on tokens that depend on every token before them."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncllm.bridge import Abort, Close, Finish
-from asyncllm.engine.batch import NO_TOKEN, Batch
+from asyncllm.engine.batch import NO_TOKEN, Batch, StepResult
 from asyncllm.errors import EngineDead, InvalidRequest, StepFailed
 from asyncllm.types import FinishReason, SamplingParams
 from tests.fakes import House, engine_config, hash_chain, scripted, submission
@@ -388,6 +389,42 @@ def test_a_prompt_takes_smaller_steps_where_streams_run() -> None:
         lengths.append(batch.lengths.tolist())
         house.scheduler.commit(house.runner.launch(batch).result())
     assert lengths == [[32], [8], [1, 11], [1, 11], [1, 11], [1, 2]]
+
+
+class TimedStep:
+    """A step that is over when the clock says so."""
+
+    def __init__(self, now: list[float], over_s: float) -> None:
+        self._now, self._over_s = now, over_s
+
+    def ready(self) -> bool:
+        return self._now[0] >= self._over_s
+
+    def result(self) -> StepResult:
+        raise NotImplementedError
+
+
+def test_one_slow_step_does_not_teach_to_oversleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of a size may load kernels; those after it are looked at when they are over."""
+    house, now = House(engine_config()), [0.0]
+    house.scheduler.submit(submission("a", list(range(15)), 3))
+    batch = house.scheduler.schedule()
+    assert batch is not None
+    monkeypatch.setattr("asyncllm.engine.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def wait(timeout_s: float) -> bool:
+        now[0] += timeout_s
+        return False
+
+    monkeypatch.setattr(house.inbox, "wait", wait)
+    house.engine._last_end_s = 0.0
+    late_s = []
+    for duration_s in (0.1, *[0.003] * 12):
+        over_s = now[0] + duration_s
+        house.engine._wait(batch, TimedStep(now, over_s))
+        house.engine._note_end(batch)
+        late_s.append(now[0] - over_s)
+    assert max(late_s[-3:]) < 1e-4, late_s
 
 
 def test_batches_are_what_the_runner_was_promised() -> None:
