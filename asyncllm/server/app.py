@@ -53,6 +53,7 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
             web.get("/v1/responses/{id}", responses.retrieve),
             web.delete("/v1/responses/{id}", responses.delete),
             web.get("/v1/responses/{id}/events", responses.events),
+            web.get("/v1/responses/{id}/input_items", responses.input_items),
             web.post("/v1/responses/{id}/cancel", responses.cancel),
             web.post(anthropic.PATH, anthropic.messages),
             web.post(f"{anthropic.PATH}/count_tokens", anthropic.count_tokens),

@@ -136,6 +136,11 @@ class LiveResponse:
         """The answer as an object."""
         return self._telling.whole(self.outcome, self._pieces)
 
+    @property
+    def past(self) -> Messages:
+        """What it was asked."""
+        return self._messages
+
     def conversation(self) -> Messages:
         """What a response behind this one has for its past."""
         if not self._pieces:

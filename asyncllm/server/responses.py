@@ -9,6 +9,7 @@ from aiohttp import web
 
 from ..errors import InvalidRequest
 from ..wire.response_events import EventStream
+from ..wire.response_input import as_items
 from ..wire.responses import decode_response
 from .completions import check_model
 from .events import EventResponse
@@ -57,6 +58,26 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     if request.query.get("stream", "").lower() in ("true", "1"):
         return await _stream(request, live, after=_number(request.query.get("starting_after"), "starting_after"))
     return json_response(live.whole())
+
+
+async def input_items(request: web.Request) -> web.StreamResponse:
+    """GET /v1/responses/{id}/input_items: what it answers, its past included; the last first unless ?order=asc."""
+    live = _live(request)
+    items = as_items(live.past, live.id)
+    if _choice(request, "order", ("desc", "asc")) == "desc":
+        items.reverse()
+    limit = _number(request.query.get("limit", "20"), "limit")
+    if not 1 <= limit <= 100:
+        raise InvalidRequest("'limit' is 1 to 100", "limit")
+    ids = [item["id"] for item in items]
+    if (after := request.query.get("after")) is not None:
+        if after not in ids:
+            raise InvalidRequest("there is no item of that id", "after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    told = {"object": "list", "data": page, "first_id": first_id, "last_id": last_id}
+    return json_response(told | {"has_more": len(items) > limit})
 
 
 async def events(request: web.Request) -> web.StreamResponse:
@@ -138,9 +159,16 @@ def _live(request: web.Request) -> LiveResponse:
     return request.app[RESPONSES].get(request.match_info["id"])
 
 
+def _choice(request: web.Request, name: str, choices: tuple[str, ...]) -> str:
+    value: str = request.query.get(name, choices[0])
+    if value not in choices:
+        raise InvalidRequest(f"{name!r} is {' or '.join(choices)}", name)
+    return value
+
+
 def _number(text: str | None, name: str) -> int:
     if not text:
         return -1
     if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise InvalidRequest(f"'{name}' must be the number of an event", name)
+        raise InvalidRequest(f"'{name}' must be a number", name)
     return int(text)

@@ -24,6 +24,11 @@ _FOLLOW = (
     {"name": "stream", "in": "query", "schema": {"type": "boolean"}},
     {"name": "starting_after", "in": "query", "schema": _AFTER},
 )
+_PAGE = (
+    {"name": "after", "in": "query", "schema": _TEXT},
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
+    {"name": "order", "in": "query", "schema": {"type": "string", "enum": ["asc", "desc"]}},
+)
 _RESUME = ({"name": "Last-Event-ID", "in": "header", "schema": _AFTER},)
 # Where the server was started with keys.
 _SECURITY = {
@@ -88,6 +93,7 @@ ROUTES = (
     Route("get", "/v1/responses/{id}", "A response, or its events.", None, s.Response, s.Event, (_ID, *_FOLLOW)),
     Route("delete", "/v1/responses/{id}", "Forget a response.", None, s.Deleted, None, (_ID,)),
     Route("get", "/v1/responses/{id}/events", "Its events, for an EventSource.", None, None, s.Event, (_ID, *_RESUME)),
+    Route("get", "/v1/responses/{id}/input_items", "What it answers.", None, s.ItemList, None, (_ID, *_PAGE)),
     Route("post", "/v1/responses/{id}/cancel", "End a response.", None, s.Response, None, (_ID,)),
     Route(
         "post", "/v1/messages", "Answer a conversation, for Anthropic's clients.",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..errors import InvalidRequest
+from .items import hex_of
 from .messages import MAX_MESSAGES, MAX_PARTS, add_turn, arguments_of
 from .response_events import decrypted_reasoning
 
@@ -119,3 +120,41 @@ def _part_text(part: InputPart, path: str) -> str:
     if text is None:
         raise InvalidRequest(f"a content part of type {part.type!r} needs its text", path)
     return text
+
+
+def as_items(messages: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """A conversation as items again, with ids that are the same each time."""
+    items: list[dict[str, Any]] = []
+    for message in messages:
+        items += _TOLD.get(message["role"], _told_input)(message)
+    prefixes = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+    return [{"id": f"{prefixes[item['type']]}_{hex_of(name, -1 - i)}", **item} for i, item in enumerate(items)]
+
+
+def _told_input(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = [{"type": "input_text", "text": message["content"]}]
+    return [{"type": "message", "status": "completed", "role": message["role"], "content": content}]
+
+
+def _told_result(message: dict[str, Any]) -> list[dict[str, Any]]:
+    result = {"call_id": message["tool_call_id"], "output": message["content"]}
+    return [{"type": "function_call_output", "status": "completed", **result}]
+
+
+def _told_answer(message: dict[str, Any]) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if thought := message.get("reasoning_content"):
+        items.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]})
+    if text := message["content"]:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        items.append({"type": "message", "status": "completed", "role": "assistant", "content": [part]})
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        arguments = function["arguments"]
+        written = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+        own = {"call_id": call["id"], "name": function["name"], "arguments": written}
+        items.append({"type": "function_call", "status": "completed", **own})
+    return items
+
+
+_TOLD = {"assistant": _told_answer, "tool": _told_result}

@@ -272,6 +272,14 @@ class Event(msgspec.Struct, kw_only=True):
     sequence_number: int | UnsetType = UNSET
 
 
+class ItemList(msgspec.Struct, kw_only=True):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class InputTokens(msgspec.Struct, kw_only=True):
     object: Literal["response.input_tokens"]
     input_tokens: int

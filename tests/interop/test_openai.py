@@ -86,6 +86,8 @@ async def test_reasoning_and_tools_in_responses(serve: Serve) -> None:
         talk: Any = [{"role": "user", "content": "hi"}, *final.output, result]
         spelled = await client.responses.create(**fields, input=talk)
         assert kept.usage.input_tokens == spelled.usage.input_tokens
+        items = [item async for item in client.responses.input_items.list(kept.id, limit=2, order="asc")]
+        assert [item.type for item in items][-2:] == ["function_call", "function_call_output"]
 
 
 async def test_chat_with_tools(serve: Serve) -> None:

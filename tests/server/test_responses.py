@@ -217,6 +217,30 @@ async def test_a_calls_result_goes_on_by_id_or_spelled_out(serve: Serve) -> None
             assert spelled["usage"]["input_tokens"] == kept["usage"]["input_tokens"] > first["usage"]["input_tokens"]
 
 
+async def test_what_a_response_answers_is_listed_in_pages(serve: Serve) -> None:
+    async with serve(CALL, template=toys.TOOLS, **LONG) as served:
+        first = await ask(served, tools=[WEATHER])
+        result = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "sunny"}
+        second = await ask(served, input=[result], previous_response_id=first["id"], tools=[WEATHER])
+        where = f"{PATH}/{second['id']}/input_items"
+        listed = (await served.get(f"{where}?order=asc"))[1]["data"]
+        kinds = ["message", "reasoning", "message", "function_call", "function_call_output"]
+        assert [item["type"] for item in listed] == kinds and listed[0]["content"][0]["text"] == "hi"
+        spelled = await ask(served, input=listed, tools=[WEATHER])
+        assert spelled["usage"]["input_tokens"] == second["usage"]["input_tokens"]
+        pages, query = [], "?limit=2"
+        while True:
+            page = (await served.get(where + query))[1]
+            pages += page["data"]
+            if not page["has_more"]:
+                break
+            query = f"?limit=2&after={page['last_id']}"
+        assert pages == listed[::-1]
+        for wrong, param in (("order=x", "order"), ("limit=0", "limit"), ("limit=x", "limit"), ("after=x", "after")):
+            status, body = await served.get(f"{where}?{wrong}")
+            assert (status, body["error"]["param"]) == (400, param)
+
+
 async def test_truncation_drops_the_oldest_turns_and_no_result_without_its_call(serve: Serve) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "c", "output": "x" * 40}
