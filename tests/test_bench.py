@@ -58,6 +58,15 @@ def test_the_commands_are_ones_that_asyncllm_bench_takes() -> None:
             assert (args.transport, len(loads)) == (transport, 4)
 
 
+def test_burst_with_penalties_or_logprobs_is_burst() -> None:
+    plain, penalties, logprobs = burst.burst(0), burst.penalties(0), burst.logprobs(0)
+    for ours in (penalties, logprobs):
+        assert [r.prompt_ids for r in ours] == [r.prompt_ids for r in plain]
+        assert [r.params.max_tokens for r in ours] == [r.params.max_tokens for r in plain]
+    assert all(request.params.counts_tokens for request in penalties)
+    assert {request.params.logprobs for request in logprobs} == {5}
+
+
 async def test_an_engine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a GPU run finds after minutes that the house's insides have moved."""
     folder = make_checkpoint(tmp_path, "llama", "float32")

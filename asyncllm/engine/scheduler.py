@@ -396,6 +396,8 @@ class Scheduler:
         slots = self._free_slots + [sequence.slot for sequence in on_device]
         assert sorted(slots) == list(range(1, self.limits.max_running + 1)), "a slot is lost or shared"
         assert self._live == {**self._running, **{waiting.request_id: waiting for waiting in self._waiting}}
+        assert list(self._waiting) == sorted(self._waiting, key=_RANK), "the queue is out of order"
+        assert set(self._deadlines) <= set(self._live.values()), "a deadline outlived its sequence"
         in_flight = [sequence for step in self._in_flight for sequence in step.sequences]
         for sequence in on_device:
             assert 0 <= sequence.computed_len <= sequence.planned_len <= sequence.device_len, sequence

@@ -52,11 +52,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40),
         max_tokens=st.integers(1, 20),
         caller=st.sampled_from(["", "a", "b"]),
+        priority=st.sampled_from([0, 0, 0, -1, 2]),
     )
-    def submit(self, prompt: list[int], max_tokens: int, caller: str) -> None:
+    def submit(self, prompt: list[int], max_tokens: int, caller: str, priority: int) -> None:
         name = f"r{len(self.asked)}"
         self.asked[name] = (prompt, max_tokens)
-        self.house.submit(name, prompt, max_tokens, caller=caller, cache_salt=caller)
+        self.house.submit(name, prompt, max_tokens, caller=caller, cache_salt=caller, priority=priority)
         self.house.engine._receive()
 
     @precondition(lambda self: len(self.flying) < 2)

@@ -1,6 +1,8 @@
 """Sampling and scoring over HTTP, on a real tiny model: what a field asks for is seen in the answer."""
 
+import asyncio
 import json
+import time
 import typing
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -20,6 +22,8 @@ from asyncllm.llm import AsyncLLM
 from asyncllm.server.app import listening
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.types import SamplingParams
+from tests.fakes import until
+from tests.server.conftest import Serve, endless
 from tests.tiny import make_checkpoint
 
 PROMPT = "The quick brown fox"
@@ -408,6 +412,22 @@ async def test_ids_priorities_salts_and_timeouts(served: Any) -> None:
         assert bool(again.usage.prompt_tokens_details.cached_tokens) == cached
     late = await complete(client, timeout=0.05, max_tokens=200, ignore_eos=True)
     assert late.choices[0].finish_reason == "length" and late.usage.completion_tokens < 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_timeout_before_the_first_token_is_a_plain_504(serve: Serve, stream: bool) -> None:
+    async with serve(endless, max_running=1) as served:
+        served.runner.hold()
+        first = asyncio.create_task(served.complete(max_tokens=5))
+        await until(lambda: served.llm.num_live == 1)
+        late = asyncio.create_task(served.complete(max_tokens=5, timeout=0.001, stream=stream))
+        await until(lambda: served.llm.num_live == 2)
+        passed_s = time.monotonic() + 0.001
+        await until(lambda: time.monotonic() > passed_s)
+        served.runner.let_go()
+        told = await late
+        assert (told.status, told.error["code"], told.error["type"]) == (504, "timeout", "server_error")
+        assert (await first).status == 200
 
 
 async def test_the_engine_in_process_takes_the_same(served: Any) -> None:
