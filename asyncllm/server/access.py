@@ -5,6 +5,7 @@ Loop thread. It never knows what a request wants: only where it says it comes fr
 
 import ipaddress
 import math
+import re
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ LOOPBACK_NAMES = ("localhost",)
 _OPEN_PATHS = ("/health", "/ready")  # who watches a server has no key of it
 _CORS_METHODS = "GET, POST, DELETE"
 _CORS_HEADERS = "Authorization, Content-Type, X-Api-Key, X-Request-Id, X-Request-Timeout"
+_HEADER_NAMES = re.compile(r"[a-z0-9-]{1,64}( *, *[a-z0-9-]{1,64}){0,63}", re.IGNORECASE)
 _CORS_MAX_AGE_S = "600"
 
 
@@ -170,9 +172,11 @@ def _preflight(request: web.Request, settings: Settings) -> web.Response | None:
     is_question = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
     if not is_question or origin not in settings.access.origins:
         return None
+    # OpenAI's and Anthropic's clients bring a dozen of their own, others with each version: a page that may ask may so.
+    asked = request.headers.get("Access-Control-Request-Headers", "")
     headers = _cors_headers(origin) | {
         "Access-Control-Allow-Methods": _CORS_METHODS,
-        "Access-Control-Allow-Headers": _CORS_HEADERS,
+        "Access-Control-Allow-Headers": asked if _HEADER_NAMES.fullmatch(asked) else _CORS_HEADERS,
         "Access-Control-Max-Age": _CORS_MAX_AGE_S,
     }
     return web.Response(status=204, headers=headers)
@@ -187,6 +191,6 @@ async def allow_origin(request: web.Request, response: web.StreamResponse) -> No
 def _cors_headers(origin: str) -> dict[str, str]:
     return {
         "Access-Control-Allow-Origin": origin,
-        "Access-Control-Expose-Headers": "X-Request-Id, Retry-After",
+        "Access-Control-Expose-Headers": "X-Request-Id, Request-Id, Retry-After",
         "Vary": "Origin",
     }

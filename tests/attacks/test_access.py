@@ -137,6 +137,13 @@ def test_cors_answers_named_origins_alone(guarded: ServerProcess) -> None:
     question = ("Access-Control-Request-Method: POST", "Access-Control-Request-Headers: authorization")
     reply = ask(guarded, "OPTIONS /v1/completions", "Origin: https://app.example", *question)
     assert (reply.status, reply.headers["access-control-allow-origin"]) == (204, "https://app.example")
+    for asked, allowed in (
+        ("authorization, x-stainless-lang,anthropic-version", "authorization, x-stainless-lang,anthropic-version"),
+        ("x" * 2000, "Authorization"), ("a b", "Authorization"), ("", "Authorization"),
+    ):  # fmt: skip
+        asking = ("Access-Control-Request-Method: POST", f"Access-Control-Request-Headers: {asked}")
+        reply = ask(guarded, "OPTIONS /v1/completions", "Origin: https://app.example", *asking)
+        assert reply.headers["access-control-allow-headers"].startswith(allowed)
     for origin in ("https://evil.example", "null", "https://app.example.evil.example"):
         reply = ask(guarded, "OPTIONS /v1/completions", f"Origin: {origin}", *question)
         assert reply.status == 401 and "access-control-allow-origin" not in reply.headers
