@@ -434,6 +434,7 @@ class AsyncLLM:
         except QueueFull:
             self._forget(submission.request_id)
             raise
+        self._num_sent_tokens += len(submission.prompt_ids)
         return Stream(self, mailbox)
 
     def update(
@@ -588,7 +589,6 @@ class AsyncLLM:
             num_free = self.limits.max_running + self.limits.max_waiting - len(self._mailboxes)
             if (num_own := self._num_live_of[submission.caller]) > num_free:
                 raise self._full(f"{num_own} requests of this key are here already, and {num_free} places are left")
-        self._num_sent_tokens += num_tokens
 
     def _full(self, why: str) -> QueueFull:
         error = QueueFull(f"{why}; try again later")

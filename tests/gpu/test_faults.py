@@ -1,17 +1,13 @@
 """A GPU that fails on purpose, under a real server process: its exit code, and that everybody hears. Rows 44 to 46."""
 
-import os
-from pathlib import Path
-
 import pytest
 
 from asyncllm.errors import DeviceFailed, EngineStuck
 from tests.attacks.raw import Raw
 from tests.e2e.process import ServerProcess
 
-from .houses import needs
+from .houses import TINY, needs
 
-TINY = Path(os.environ.get("ASYNCLLM_TINY", ".gpu/tiny")) / "tiny-qwen3"
 ASKED = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
 
 
@@ -19,7 +15,7 @@ ASKED = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": T
     ("fault", "code"), [("device_assert@20", DeviceFailed.exit_code), ("stuck_kernel@20", EngineStuck.exit_code)]
 )
 def test_a_lost_device_ends_the_process_and_everybody_hears(fault: str, code: int) -> None:
-    with ServerProcess(str(needs(TINY)), "--watchdog-seconds", "3", fault=fault) as server:
+    with ServerProcess(str(needs(TINY / "tiny-qwen3")), "--watchdog-seconds", "3", fault=fault) as server:
         streams = [Raw(server) for _ in range(4)]
         for stream in streams:
             stream.post("/v1/completions", ASKED)
@@ -32,7 +28,7 @@ def test_a_lost_device_ends_the_process_and_everybody_hears(fault: str, code: in
 
 
 def test_without_memory_one_ends_and_the_server_goes_on() -> None:
-    with ServerProcess(str(needs(TINY)), fault="out_of_memory@20") as server:
+    with ServerProcess(str(needs(TINY / "tiny-qwen3")), fault="out_of_memory@20") as server:
         streams = [Raw(server) for _ in range(4)]
         for stream in streams:
             stream.post("/v1/completions", ASKED, "Connection: close\r\n")

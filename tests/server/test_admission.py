@@ -67,6 +67,9 @@ async def test_tokens_still_in_the_inbox_count(serve: Serve) -> None:
         sent = served.llm._num_sent_tokens
         tasks += await fill(served, 5)
         assert served.llm._num_sent_tokens == sent + 50
+        for wrong in ({"temperature": 3}, {"prompt": [5] * 20_000}, {"stop_token_ids": [10**6]}):
+            assert (await served.complete(**({"prompt": "x"} | wrong))).status == 400
+        assert served.llm._num_sent_tokens == sent + 50  # what is refused was never sent
         served.runner.let_go()
         await leave(tasks)
         await served.idle()
@@ -89,6 +92,7 @@ async def test_a_clients_own_deadline(serve: Serve, stream: bool) -> None:
 async def test_a_deadline_in_the_queue_does_no_work(serve: Serve) -> None:
     async with serve(endless, **LONG, max_running=1) as served:
         tasks = await fill(served, 1)
+        await until(lambda: served.llm.stats.num_running == 1)
         steps = len(served.runner.batches)
         answer = await served.post("/v1/completions", {"prompt": "x"}, headers={"X-Request-Timeout": "0.05"})
         assert answer.status >= 400 and answer.error["message"]
