@@ -89,7 +89,8 @@ async def _serving(args: argparse.Namespace) -> int:
 
         def on_ready(url: str) -> None:
             print(f"{llm.model_name} is ready after {time.monotonic() - started_s:.1f} s. Try:\n")
-            print(_curl(url, llm.model_name, chat=llm.chat_template is not None), flush=True)
+            has_key = bool(settings.access.keys)
+            print(_curl(url, llm.model_name, chat=llm.chat_template is not None, has_key=has_key), flush=True)
 
         return await serve(llm, args.host, args.port, settings=settings, on_ready=on_ready)
 
@@ -153,12 +154,13 @@ def _allowed_hosts(args: argparse.Namespace) -> tuple[str, ...] | None:
     return ("localhost",) if args.host in ("localhost", "127.0.0.1", "::1") else None
 
 
-def _curl(url: str, model: str, *, chat: bool) -> str:
+def _curl(url: str, model: str, *, chat: bool, has_key: bool) -> str:
     prompt = "What is the capital of France?"
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
     route = "chat/completions" if chat else "completions"
     body = json.dumps({"model": model, **asked, "temperature": 0, "stream": True}).replace("'", "'\\''")
-    return f"curl -N {url}/v1/{route} -H 'Content-Type: application/json' -d '{body}'\n"
+    key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if has_key else ""
+    return f"curl -N {url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{body}'\n"
 
 
 def _chat(args: argparse.Namespace) -> int:
