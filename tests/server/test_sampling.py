@@ -221,6 +221,56 @@ async def test_what_is_out_of_range_is_named(served: Any) -> None:
     await refused(complete(client, logprobs=True), "logprobs")
 
 
+async def test_STOP_4_a_stop_on_the_very_first_token(served: Any, tokenizer: Tokenizer) -> None:
+    _, client = served
+    [token] = tokenizer.encode("e")
+    forced: dict[str, Any] = {"logit_bias": {str(token): 100}, "stop": ["e"], "n": 2, "max_tokens": 9}
+    for route in (complete, chat):
+        for include in (False, True):
+            told = await route(client, include_stop_str_in_output=include, **forced)
+            texts = [c.text if route is complete else c.message.content for c in told.choices]
+            assert texts == ["e" if include else ""] * 2
+            assert {c.finish_reason for c in told.choices} == {"stop"} and told.usage.completion_tokens == 2
+            streamed, _, chunks = await joined(
+                await route(client, include_stop_str_in_output=include, stream=True, **forced)
+            )
+            assert streamed == texts
+            ends = [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason]
+            assert ends == ["stop", "stop"]
+
+
+async def test_UTF_3_an_answer_that_ends_inside_a_character(served: Any, tokenizer: Tokenizer) -> None:
+    """One U+FFFD for what is begun, streamed or not; the whole character once all of it is drawn."""
+    _, client = served
+    pieces = tokenizer.encode("\U0001f600")
+    assert len(pieces) > 1
+    first = {"logit_bias": {str(pieces[0]): 100}}
+    for count in (1, 2, 5):
+        told = await complete(client, max_tokens=count, **first)
+        assert told.choices[0].finish_reason == "length" and told.usage.completion_tokens == count
+        assert set(told.choices[0].text) == {"\ufffd"}
+        texts, _, _ = await joined(await complete(client, max_tokens=count, stream=True, **first))
+        assert texts == [told.choices[0].text]
+
+
+async def test_SAMP_5_numbers_beyond_the_vocabulary_or_the_machine(served: Any) -> None:
+    """Refused by name or harmless, with neighbours streaming all the while."""
+    llm, client = served
+    solo = text_of(await complete(client, max_tokens=100))
+    neighbours = [asyncio.create_task(complete(client, max_tokens=100)) for _ in range(4)]
+    size = llm.limits.vocab_size
+    for top_k in (0, -1, 1, size, size + 1, 2**31, 2**62):
+        assert (await complete(client, top_k=top_k, temperature=1, max_tokens=2)).usage.completion_tokens == 2
+    for fields, param in (
+        ({"top_k": -2}, "top_k"), ({"top_k": 10**30}, "top_k"), ({"seed": 2**63}, "seed"), ({"seed": 2**64}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"), ({"seed": "100"}, "seed"), ({"seed": 1.5}, "seed"),
+        ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": -3}, "presence_penalty"),
+        ({"frequency_penalty": 10**9}, "frequency_penalty"),
+    ):  # fmt: skip
+        await refused(complete(client, extra=fields), param)
+    assert [text_of(await one) for one in neighbours] == [solo] * 4
+
+
 # -- log probabilities --
 
 
