@@ -286,7 +286,7 @@ class AsyncLLM:
         Raises:
             ContextTooLong: the text cannot fit; far too long ones are refused without tokenising them.
         """
-        self._check_open()
+        self.check_open()
         encode = partial(self.tokenizer.encode, text, max_len=self.limits.max_prompt_len)
         return await self._run(len(text), encode)
 
@@ -306,7 +306,7 @@ class AsyncLLM:
             InvalidRequest: the model has no template, or the template refuses the messages.
             ContextTooLong: as encode().
         """
-        self._check_open()
+        self.check_open()
         if not all(isinstance(message, dict) for message in messages):
             raise InvalidRequest("messages must be dicts with a role and a content", "messages")
         if self.chat_template is None:
@@ -411,7 +411,7 @@ class AsyncLLM:
         return streams
 
     def _submit(self, prompt_ids: Sequence[int], params: SamplingParams, terms: Terms) -> Stream:
-        self._check_open()
+        self.check_open()
         if params.grammar is not None and not hasattr(params.grammar, "matcher"):
             raise InvalidRequest("a grammar is compiled first: await compiled(params)", "grammar")
         submission = self._submission(_ids(prompt_ids), params)
@@ -563,7 +563,12 @@ class AsyncLLM:
         spellings = [self.tokenizer.word_ids(word[:MAX_STOP_CHARS]) for word in words[:MAX_BAD_WORDS]]
         return tuple([ids for found in spellings for ids in sorted(found)])
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Whether a request sent now would be taken.
+
+        Raises:
+            QueueFull, Draining, EngineDead: not now.
+        """
         if self.dead is not None:
             raise copy.copy(self.dead)
         if self.draining:

@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from .. import __version__
-from ..errors import Draining, QueueFull
+from ..errors import QueueFull
 from ..llm import AsyncLLM
 from ..wire.openapi import ROUTES, document
 from .completions import check_model
@@ -45,12 +45,7 @@ async def health(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     """GET /ready: whether a request sent now would be taken."""
     llm = request.app[LLM]
-    if llm.dead is not None:
-        raise copy.copy(llm.dead)
-    if llm.draining:
-        raise Draining("the server is stopping")
-    if llm.num_live >= llm.limits.max_running + llm.limits.max_waiting:
-        raise QueueFull("the queue is full")
+    llm.check_open()
     if llm.silent_s > STALLED_S:
         raise QueueFull(f"no step has ended for {llm.silent_s:.0f} s")
     return json_response({"status": "ready"})
