@@ -25,7 +25,7 @@ from ..models.loader import load_model
 from .masks import Mask, UndrawnStep
 from .sampler import Draw, SamplingRows, pick
 from .scoring import SCORED_ROWS, score, split
-from .shaping import Shape, SlotShaping, stage_recount
+from .shaping import Counted, Shape, SlotShaping, stage_recount
 from .state import OUTPUT_RING, Deltas, SlotSampling, Tables
 
 
@@ -89,10 +89,8 @@ class _Tail(NamedTuple):
     draw: Draw | None
     num_rows: int
     shape: Shape | None
-    counted_at: Tensor | None  # [n] int64, device: among the rows, those whose tokens are counted
-    counts_at: Tensor | None  # [n] int64, device: where their slots begin in the flat counts
+    counted: Counted | None
     asking: Tensor | None  # [n] int64, device: among the rows, those whose log probabilities are asked for
-    num_asking: int
     num_top: int
 
 
@@ -172,7 +170,7 @@ class ModelRunner:
         shape = counted = None
         if self._shaping:
             shape = self._shaping.stage(slots, positions, self._num_tokens, self._tables.max_len, put)
-            counted = np.array([i for i, slot in enumerate(slots.tolist()) if self._shaping.counts(slot)], np.int64)
+            counted = self._shaping.stage_counted(slots, self._num_tokens, put)
         num_top = self._sampling.num_logprobs[slots]
         asking = np.flatnonzero(num_top >= 0)
         banned = self._sampling.banned(slots, positions, self._num_tokens)
@@ -183,10 +181,8 @@ class ModelRunner:
             draw=self._stage_draw(slots, positions, put),
             num_rows=len(wanting),
             shape=shape,
-            counted_at=None if counted is None or not len(counted) else put(counted),
-            counts_at=None if counted is None or not len(counted) else put(slots[counted] * self._num_tokens),
+            counted=counted,
             asking=put(asking) if len(asking) else None,
-            num_asking=len(asking),
             num_top=int(num_top.max()),
         )
 
@@ -248,9 +244,8 @@ class ModelRunner:
         drawn.copy_(pick(logits, tail.banned, tail.draw))
         # The pool takes a harmless id where there is NO_TOKEN: the row may be in the next step already.
         pool.view(-1).index_copy_(0, tail.drawn_at, drawn.clamp_min(0))
-        if tail.counted_at is not None and tail.counts_at is not None and self._counts is not None:
-            places = tail.counts_at + drawn.index_select(0, tail.counted_at).clamp_min(0)
-            self._counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+        if tail.counted is not None and self._counts is not None:
+            tail.counted.add(drawn, self._counts)
         if own is None or tail.asking is None:
             return drawn, None
         return drawn, score(own, drawn.index_select(0, tail.asking).to(torch.int64), tail.num_top)

@@ -78,6 +78,18 @@ class Penalties(NamedTuple):
         logits.index_copy_(0, self.at, x.to(logits.dtype))
 
 
+class Counted(NamedTuple):
+    """The rows of a step whose tokens are counted."""
+
+    at: Tensor  # [n] int64, device: among the rows that draw
+    counts_at: Tensor  # [n] int64, device: where their slots begin in the flat counts
+
+    def add(self, drawn: Tensor, counts: Tensor) -> None:
+        """drawn: [num_rows] int32, device. A row that drew nothing ends: what it counts is of no account."""
+        places = self.counts_at + drawn.index_select(0, self.at).clamp_min(0)
+        counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+
+
 class SlotShaping:
     """Which slots shape their logits and how, on the host."""
 
@@ -95,6 +107,11 @@ class SlotShaping:
 
     def counts(self, slot: int) -> bool:
         return slot in self._shapings and self._shapings[slot].counts
+
+    def stage_counted(self, slots: Int64, num_tokens: int, put: Put) -> Counted | None:
+        """slots: of the rows that draw."""
+        at = np.array([row for row, slot in enumerate(slots.tolist()) if self.counts(slot)], np.int64)
+        return Counted(put(at), put(slots[at] * num_tokens)) if len(at) else None
 
     def stage(self, slots: Int64, positions: Int64, num_tokens: int, max_len: int, put: Put) -> Shape | None:
         """slots, positions: of the rows that draw, and where their tokens go."""
