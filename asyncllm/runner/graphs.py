@@ -278,7 +278,7 @@ class GraphRunner:
         self._count += 1
         if batch.new_rows:
             self._recount(batch)
-        scored = self._score(batch, packed) if batch.scored else ()
+        scored = self._score(batch) if batch.scored else ()
         if not len(batch.masked):
             return self._finish(batch, entry, packed, scored)
         # No older step has them any more: this one is drawn only once those before it are committed.
@@ -363,18 +363,14 @@ class GraphRunner:
         return GraphStep(step, driver, self._copied[entry], self._host_tokens[entry, :count], more)
 
     def _copy_more(self, batch: Batch, entry: int, packed: Packed, scored: tuple[Tensor, ...]) -> More:
-        """Copies of what is told of tokens; rare, so by torch's own calls where the driver's would not fit."""
+        """Copies of what is told of tokens; of a prompt's, which are rare, by torch's own calls."""
         count, width = packed.num_rows, 4 * self._frame.max_rows * WIDTH
         num_top = self._packer.num_top[batch.slots[batch.wants_token]]
         asking = np.flatnonzero(num_top >= 0)
         if len(asking):
-            source = self._ranked_ptr + batch.step % OUTPUT_RING * width
-            driver_args = self._host_ranked_ptr + entry * width, source, 4 * WIDTH * count, self._copy_stream
-            self._driver.copy_out(*driver_args)
-        hosts = tuple([torch.empty(rows.shape, dtype=torch.int32, pin_memory=True) for rows in scored])
-        with torch.cuda.stream(self._device.copy_stream):
-            for host, rows in zip(hosts, scored, strict=True):
-                host.copy_(rows, non_blocking=True)
+            source, host = self._ranked_ptr + batch.step % OUTPUT_RING * width, self._host_ranked_ptr + entry * width
+            self._driver.copy_out(host, source, 4 * WIDTH * count, self._copy_stream)
+        hosts = self._copy_scored(scored) if scored else ()
         return More(
             ranked=self._host_ranks[entry, :count] if len(asking) else None,
             asking=asking,
@@ -383,6 +379,13 @@ class GraphRunner:
             wide=tuple([num_top for _, _, _, num_top in batch.scored]),
             held=(*hosts, *scored),
         )
+
+    def _copy_scored(self, scored: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hosts = tuple([torch.empty(rows.shape, dtype=torch.int32, pin_memory=True) for rows in scored])
+        with torch.cuda.stream(self._device.copy_stream):
+            for host, rows in zip(hosts, scored, strict=True):
+                host.copy_(rows, non_blocking=True)
+        return hosts
 
     def _recount(self, batch: Batch) -> None:
         """Where a slot penalises, its new text is counted; eagerly, for rows are admitted and resumed now and then."""
@@ -393,7 +396,7 @@ class GraphRunner:
             self._run_eagerly(recount, slots, frame.params, frame.token_pool, frame.counts, longest)
 
     @torch.inference_mode()
-    def _score(self, batch: Batch, packed: Packed) -> tuple[Tensor, ...]:
+    def _score(self, batch: Batch) -> tuple[Tensor, ...]:
         """[n, WIDTH] of each stretch of prompt, device."""
         places = self._packer.token_places(batch)
         return tuple(
