@@ -3,6 +3,7 @@
 Loop thread. It never knows how an API says any of it: each makes a ChatRequest of its own request.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +13,11 @@ import msgspec
 
 from ..errors import ContextTooLong, InvalidRequest
 from ..llm import AsyncLLM
-from ..types import SamplingParams
+from ..types import GrammarSpec, SamplingParams
 from ..wire import requests
 from ..wire.formats import grammar_spec
 from ..wire.requests import ChatRequest
-from ..wire.tools import Function, ToolUse, tool_use
+from ..wire.tools import Function, Tool, ToolUse, tool_use
 from .parting import Parting, parting
 
 
@@ -45,8 +46,26 @@ async def ask(llm: AsyncLLM, body: ChatRequest, messages: list[dict[str, Any]]) 
     prompt_ids = await prompt_of(llm, body, messages, use)
     parted = parting(llm, body, prompt_ids, use)
     forced = llm.forced(prompt_ids, spec, **_calls(use))
-    params = await llm.compiled(msgspec.structs.replace(params, grammar=forced))
+    try:
+        params = await llm.compiled(msgspec.structs.replace(params, grammar=forced))
+    except InvalidRequest as error:
+        if error.param == "tools":
+            await _blame_tool(llm, body.tools or [])
+        raise
     return Asked(prompt_ids, params, parted)
+
+
+async def _blame_tool(llm: AsyncLLM, tools: list[Tool]) -> None:
+    """Which function's parameters cannot be kept to.
+
+    Raises:
+        InvalidRequest: naming them.
+    """
+    for i, tool in enumerate(tools):
+        if tool.function is not None and tool.function.parameters is not None:
+            path = f"tools[{i}].function.parameters"
+            spec = GrammarSpec("json", json.dumps(tool.function.parameters), path)
+            await llm.compiled(SamplingParams(grammar=spec))
 
 
 def _calls(use: ToolUse | None) -> dict[str, Any]:

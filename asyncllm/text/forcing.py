@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ..errors import InvalidRequest
 from ..types import GrammarSpec
 from .answer import AnswerForm
 from .reasoning import Tags
@@ -134,4 +135,7 @@ def _schema(parameters: dict[str, Any] | None) -> str:
     schema = _NO_PARAMETERS if parameters is None else parameters
     if "properties" in schema and not _COMBINED & schema.keys():
         schema = {"additionalProperties": False} | schema
-    return json.dumps(schema | {"x-guidance": _WHITE_SPACE})
+    try:
+        return json.dumps(schema | {"x-guidance": _WHITE_SPACE})
+    except RecursionError:
+        raise InvalidRequest("a function's parameters are nested too deeply", "tools") from None

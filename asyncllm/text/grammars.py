@@ -203,7 +203,9 @@ class Check:
         if self._process is None:
             # By its path and without that path's folder: the program may have been started from anywhere.
             command = [sys.executable, "-P", str(Path(__file__).with_name("grammar_check.py"))]
-            self._process = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            pipe = subprocess.PIPE
+            # In a session of its own: Ctrl-C in a terminal is for the server.
+            self._process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, start_new_session=True)
             if _line(self._process, _START_S).strip() != "ready":
                 self.close()
                 raise AsyncLLMError("grammars cannot be checked: the process for it does not start")

@@ -174,6 +174,16 @@ async def test_a_demanded_call_is_made(serve: Serve, stream: bool, template: str
 
 
 @BOTH
+async def test_a_schema_that_cannot_be_kept_is_told_with_its_tool(serve: Serve, stream: bool) -> None:
+    tools = [*TOOLS, function("f", parameters={"type": "strng"})]
+    async with serve(endless, template=toys.TOOLS, **LONG) as served:
+        answer = await served.chat(tools=tools, tool_choice="required", stream=stream)
+        refused(answer, "tools[2].function.parameters")
+        assert "strng" in answer.error["message"]
+        assert (await served.chat(tools=tools, stream=stream, max_tokens=3)).status == 200  # to be told, not kept to
+
+
+@BOTH
 async def test_tool_2_a_demanded_call_that_the_limit_cut(serve: Serve, stream: bool) -> None:
     tools = [
         function(
