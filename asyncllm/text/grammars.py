@@ -31,6 +31,7 @@ from .tokenizer import Tokenizer
 CHECK_S = 5.0  # for one grammar; nearly all take milliseconds
 _START_S = 30.0  # of the process that checks
 _MAX_CACHED = 64
+_MAX_CACHED_CHARS = 8 << 20
 _MAX_SOURCE_CHARS = {"json": 2 << 20, "choice": 2 << 20, "regex": 1 << 16, "grammar": 1 << 16, "lark": 4 << 20}
 
 
@@ -87,9 +88,16 @@ class Grammars:
         with self._lock:
             if (grammar := self._cached.get(spec)) is None or grammar.is_worn:
                 grammar = self._cached[spec] = Grammar(self._compiled(spec))
-                if len(self._cached) > _MAX_CACHED:
-                    self._cached.popitem(last=False)
+                self._evict()
         return grammar
+
+    def _evict(self) -> None:
+        """The ones that were asked for longest ago, but never the newest. A compiled grammar takes some ten times its
+        source."""
+        while len(self._cached) > 1 and (
+            len(self._cached) > _MAX_CACHED or sum([len(spec.source) for spec in list(self._cached)]) > _MAX_CACHED_CHARS
+        ):
+            self._cached.popitem(last=False)
 
     def close(self) -> None:
         """Also while another thread compiles: its grammar fails."""

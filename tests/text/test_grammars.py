@@ -52,6 +52,16 @@ def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
     assert grammars.find(DIGITS) is None and grammars.compile(DIGITS) is not grammar
 
 
+def test_what_is_kept_is_bounded_in_number_and_in_size(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [GrammarSpec("regex", f"[0-9]{{{i + 1}}}") for i in range(66)]
+    for spec in specs:
+        grammars.compile(spec)
+    assert grammars.find(specs[1]) is None and grammars.find(specs[2]) and grammars.find(specs[-1])
+    monkeypatch.setattr("asyncllm.text.grammars._MAX_CACHED_CHARS", 20)
+    grammars.compile(DIGITS)
+    assert grammars.find(specs[-1]) and grammars.find(specs[2]) is grammars.find(specs[-2]) is None
+
+
 def test_a_tokenizer_without_spellings_has_no_grammars(tmp_path: Path) -> None:
     assert Grammars.of(Tokenizer.from_folder(toys.word_piece(tmp_path)), 6) is None
 
