@@ -95,7 +95,8 @@ class Grammars:
         """The ones that were asked for longest ago, but never the newest. A compiled grammar takes some ten times its
         source."""
         while len(self._cached) > 1 and (
-            len(self._cached) > _MAX_CACHED or sum([len(spec.source) for spec in list(self._cached)]) > _MAX_CACHED_CHARS
+            len(self._cached) > _MAX_CACHED
+            or sum([len(spec.source) for spec in list(self._cached)]) > _MAX_CACHED_CHARS
         ):
             self._cached.popitem(last=False)
 
