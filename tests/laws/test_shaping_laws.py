@@ -49,7 +49,7 @@ def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(seed: int) -> dict[str, Asked]:
     rng = random.Random(seed)
     requests = {}
-    for i in range(27):
+    for i in range(18):
         prompt = [rng.randrange(num_tokens()) for _ in range(rng.choice([1, 2, 9, 40, 90]))]
         params = SamplingParams(**KINDS[i % len(KINDS)])
         bad = ((rng.randrange(num_tokens()),), (5, 6)) if i % 5 == 0 else ()
