@@ -162,7 +162,7 @@ class Stream:
             texts.append(last.text)
             token_ids += last.token_ids
             logprobs += last.logprobs
-            prompt_logprobs = prompt_logprobs or last.prompt_logprobs
+            prompt_logprobs = last.prompt_logprobs if prompt_logprobs is None else prompt_logprobs
         if last is None or last.finish_reason is None:
             raise Aborted("the stream had been read or aborted before")
         return Completion(

@@ -74,7 +74,8 @@ class Mailbox:
         """Take one delta. True if its text ends the request here and now: it met a stop string, or broke."""
         if delta.logprobs or delta.prompt_logprobs is not None:
             self._logprobs += delta.logprobs
-            self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
+            if delta.prompt_logprobs is not None:
+                self._prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is None and self._stop is None and not self.ended:
             self._token_ids += delta.token_ids
             is_first, self.last, self._unread = self.last is None, delta, True

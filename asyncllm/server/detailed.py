@@ -47,6 +47,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     hides_output: bool = False  # max_tokens 0: what was drawn is not told
     skip_special_tokens: bool = True
+    is_chat: bool = False  # the prompt's ids and scores stand beside the choices, as vLLM has them there
 
 
 def wanted(body: ChatRequest | CompletionRequest) -> Wanted | None:
@@ -64,6 +65,7 @@ def wanted(body: ChatRequest | CompletionRequest) -> Wanted | None:
         echo=echo,
         hides_output=echo and body.max_tokens == 0,
         skip_special_tokens=body.skip_special_tokens is not False,
+        is_chat=isinstance(body, ChatRequest),
     )
     return asked if asked.logprobs or asked.prompt_logprobs or asked.token_ids or asked.echo else None
 
@@ -92,17 +94,16 @@ class Telling:
         """The whole reply."""
         if self.wanted.hides_output:
             answers = [_hidden(answer) for answer in answers]
-        told = []
-        for i, answer in enumerate(answers):
-            teller = Teller(self, i)
+        tellers = [Teller(self, i) for i in range(len(answers))]
+        for teller, answer in zip(tellers, answers, strict=True):
             teller.note(answer.token_ids, answer.logprobs, answer.prompt_logprobs)
-            told.append(teller.take())
         if self.wanted.echo:
             answers = [
                 msgspec.structs.replace(answer, text=self.prompt(i).text + answer.text)
                 for i, answer in enumerate(answers)
             ]
-        return details.put_in(plain(head, answers), told)
+        data = details.put_in(plain(head, answers), [teller.take() for teller in tellers])
+        return details.put_beside(data, tellers[0].take_beside())
 
     def chunks(self, plain: Callable[[Head, int], ChoiceChunks], head: Head, index: int) -> "DetailedChoice":
         """The events of one choice."""
@@ -120,7 +121,9 @@ class Teller:
         self._offset = 0
         self._positions: list[Position] = []
         self._token_ids: list[int] = []
-        self._firsts: dict[str, Any] = {}  # told once
+        self._firsts: dict[str, Any] = {}  # told once, in the choice
+        self._beside: dict[str, Any] = {}  # told once, beside the choices
+        self._tells_prompt = not index or not telling.wanted.is_chat
         self._has_begun = False
 
     def note(
@@ -145,12 +148,18 @@ class Teller:
             self._token_ids = []
         return told
 
+    def take_beside(self) -> dict[str, Any]:
+        """The fields of the whole reply or event."""
+        told, self._beside = self._beside, {}
+        return told
+
     def _begin(self, scores: PromptLogprobs | None) -> None:
         self._has_begun = True
-        if self.wanted.token_ids:
-            self._firsts["prompt_token_ids"] = list(self.prompt.ids)
-        if self.wanted.prompt_logprobs and scores is not None:
-            self._firsts["prompt_logprobs"] = details.prompt_logprobs(scores.entries(), self._name)
+        told = self._beside if self.wanted.is_chat else self._firsts
+        if self.wanted.token_ids and self._tells_prompt:
+            told["prompt_token_ids"] = list(self.prompt.ids)
+        if self.wanted.prompt_logprobs and scores is not None and self._tells_prompt:
+            told["prompt_logprobs"] = details.prompt_logprobs(scores.entries(), self._name)
         if self.wanted.echo and self.wanted.logprobs is not None and scores is not None:
             first = Position(self._name(self.prompt.ids[0]), None, (), 0)
             self._offset += len(self._detokenizer.push(self.prompt.ids[:1]))
@@ -179,6 +188,8 @@ class DetailedChoice:
         self, token_ids: Sequence[int], logprobs: Sequence[Logprob], prompt_logprobs: PromptLogprobs | None
     ) -> None:
         """What is behind the text that comes next."""
+        if not token_ids:  # what is told of the prompt comes with the first
+            return
         if self.hides_output:
             token_ids, logprobs = (), ()
         self._teller.note(token_ids, logprobs, prompt_logprobs)
@@ -188,13 +199,16 @@ class DetailedChoice:
             text = ""
         text, self._prefix = self._prefix + text, ""
         data = self._plain.text(text, usage) if text else b""
-        return details.put_in(data, [self._teller.take()]) if data else b""
+        return self._detailed(data) if data else b""
 
     def finish(self, reason: FinishReason, usage: Usage | None = None) -> bytes:
         opening = self.text("", None) if self._prefix else b""
         if self.hides_output:
             reason = FinishReason.LENGTH
-        return opening + details.put_in(self._plain.finish(reason, usage), [self._teller.take()])
+        return opening + self._detailed(self._plain.finish(reason, usage))
+
+    def _detailed(self, data: bytes) -> bytes:
+        return details.put_beside(details.put_in(data, [self._teller.take()]), self._teller.take_beside())
 
 
 def token_logprobs(llm: AsyncLLM, entries: Sequence[Logprob]) -> list[dict[str, Any]]:

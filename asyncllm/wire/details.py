@@ -14,6 +14,7 @@ import orjson
 from ..types import Logprob
 
 _PLACE = b'"logprobs":null'
+_CHOICES = b'"choices":['
 
 
 class Token:
@@ -78,6 +79,11 @@ def put_in(data: bytes, choices: Sequence[dict[str, Any]]) -> bytes:
     assert len(pieces) > len(choices), "a choice has no place for its details"
     told = [_fields(details) for details in choices] + [_PLACE] * (len(pieces) - 1 - len(choices))
     return b"".join([pieces[0], *(part for pair in zip(told, pieces[1:], strict=True) for part in pair)])
+
+
+def put_beside(data: bytes, fields: dict[str, Any]) -> bytes:
+    """The bytes with these fields before the choices, of the first event if there are several."""
+    return data.replace(_CHOICES, orjson.dumps(fields)[1:-1] + b"," + _CHOICES, 1) if fields else data
 
 
 def _fields(details: dict[str, Any]) -> bytes:

@@ -347,7 +347,7 @@ async def test_tokens_may_be_told_as_ids(served: Any) -> None:
     assert told.choices[0].logprobs.tokens == [f"token_id:{i}" for i in ids]
     told = await chat(client, logprobs=True, return_tokens_as_token_ids=True, return_token_ids=True)
     assert [p.token for p in told.choices[0].logprobs.content] == [f"token_id:{i}" for i in told.choices[0].token_ids]
-    assert told.choices[0].prompt_token_ids
+    assert told.prompt_token_ids
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -410,7 +410,23 @@ async def test_echo_with_output_and_prompt_logprobs(served: Any, tokenizer: Toke
     assert len(told.prompt_logprobs) == len(ids)
     for token_id, entry in zip(ids[1:], told.prompt_logprobs[1:], strict=True):
         assert entry[str(token_id)]["decoded_token"] == tokenizer.decode([token_id]) and 2 <= len(entry) <= 3
-    assert len((await chat(client, prompt_logprobs=0)).choices[0].prompt_logprobs) > 1
+    whole = await chat(client, prompt_logprobs=0, n=2, return_token_ids=True)
+    assert len(whole.prompt_logprobs) == len(whole.prompt_token_ids) > 1
+    chunks = [chunk async for chunk in await chat(client, prompt_logprobs=0, n=2, return_token_ids=True, stream=True)]
+    [prompt_ids] = [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")]
+    [scores] = [chunk.prompt_logprobs for chunk in chunks if hasattr(chunk, "prompt_logprobs")]
+    assert (prompt_ids, len(scores)) == (whole.prompt_token_ids, len(whole.prompt_logprobs))
+
+
+async def test_every_choice_echoes_its_prompt_however_late_it_begins(served: Any) -> None:
+    _, client = served
+    prompts = ["One two", PROMPT * 9, "three"]
+    fields: dict[str, Any] = {"prompt": prompts, "echo": True, "logprobs": 1, "n": 2, "temperature": 1, "seed": 4}
+    whole = await complete(client, **fields)
+    texts, positions, _ = await joined(await complete(client, stream=True, **fields))
+    assert texts == [choice.text for choice in whole.choices]
+    assert [len(one) for one in positions] == [len(choice.logprobs.tokens) for choice in whole.choices]
+    assert [one[0][1] for one in positions] == [None] * 6
 
 
 # -- the rest --
@@ -437,10 +453,10 @@ async def test_the_last_message_is_continued(served: Any, tokenizer: Tokenizer) 
     llm, client = served
     messages = [*HI, {"role": "assistant", "content": "The answer is "}]
     told = await chat(client, messages=messages, continue_final_message=True, return_token_ids=True)
-    ids = told.choices[0].prompt_token_ids
+    ids = told.prompt_token_ids
     assert tokenizer.decode(ids, skip_special_tokens=False).endswith("<|im_start|>assistant\nThe answer is ")
     closed = await chat(client, messages=messages, add_generation_prompt=False, return_token_ids=True)
-    text = tokenizer.decode(closed.choices[0].prompt_token_ids, skip_special_tokens=False)
+    text = tokenizer.decode(closed.prompt_token_ids, skip_special_tokens=False)
     assert text.endswith("The answer is <|im_end|>\n")
     for fields in ({"messages": HI}, {"messages": messages, "add_generation_prompt": True}):
         await refused(chat(client, continue_final_message=True, **fields), "continue_final_message")
