@@ -83,11 +83,17 @@ class Step:
         columns = range(first, len(sequence.pages))
         self.page_deltas += [(sequence.slot, column, sequence.pages[column]) for column in columns]
 
-    def batch(self) -> Batch:
+    def batch(self, before: "Step | None") -> Batch:
+        """`before`: the step before this one. Where the same rows decode on, its columns are this one's but for one."""
+        if before is not None and self._decodes_on(before):
+            self._slots, self._starts = before._slots, before._starts + np.int32(1)
+        else:
+            self._slots = np.array([sequence.slot for sequence in self.sequences], np.int32)
+            self._starts = np.array(self.starts, np.int32)
         return Batch(
             step=self.number,
-            slots=np.array([sequence.slot for sequence in self.sequences], np.int32),
-            starts=np.array(self.starts, np.int32),
+            slots=self._slots,
+            starts=self._starts,
             lengths=self._column(self.lengths, np.int32),
             wants_token=self._column(self.wants_token, np.bool_),
             new_rows=tuple(self.new_rows),
@@ -95,6 +101,10 @@ class Step:
             scored=tuple(self.scored),
             masked=np.array(self.masked, np.int32) if self.masked else NO_ROWS,
         )
+
+    def _decodes_on(self, before: "Step") -> bool:
+        same = self.num_decodes == before.num_decodes == len(self.sequences) and not before.late
+        return same and self.sequences == before.sequences
 
     def _column(self, values: list[int] | list[bool], kind: type[np.generic]) -> NDArray[Any]:
         """Ones for the decode rows: numpy makes them in 1 us, of a list of 256 in 10."""
@@ -148,6 +158,7 @@ class Scheduler:
         self._watched = Watched()
         self._logprobs: Iterator[Logprobed] = iter(())  # of the step being committed, for rows that asked
         self._num_steps = 0
+        self._before: Step | None = None  # the step scheduled last
         self._deltas: list[Delta | Progress | Token] = []
 
     def __repr__(self) -> str:
@@ -257,7 +268,8 @@ class Scheduler:
             ]
         self._num_steps += 1
         self._in_flight.append(step)
-        return step.batch()
+        before, self._before = self._before, step
+        return step.batch(before)
 
     def fill_masks(self, masks: Int32, budget_s: float) -> None:
         """Of the newest step, once all before it are committed: what its masked rows may draw.
