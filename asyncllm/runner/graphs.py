@@ -53,28 +53,19 @@ def row_buckets(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
+def tail_buckets(most: int, kind: Kind) -> list[int]:
+    """Sizes of tails: few, for a graph takes some 40 ms at start, and few for what is rare. A padding row costs its
+    logits and a third of a microsecond."""
+    common = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, most, 32)]
+    rare = [1, 8, 32, *range(64, most, 64)]
+    sizes = rare if kind.shape or kind.rank or kind.mask else common
+    return [*(size for size in sizes if size < most), most]
+
+
 def token_buckets(most: int) -> list[int]:
     """Sizes of steps with a prompt chunk: at most a third is padding, from 256 on a fifth on average."""
-    sizes = [
-        16,
-        32,
-        64,
-        128,
-        192,
-        256,
-        384,
-        512,
-        768,
-        1024,
-        1536,
-        2048,
-        3072,
-        4096,
-        5120,
-        6144,
-        7168,
-        *range(8192, most, 2048),
-    ]
+    sizes = [16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, *range(4096, 8192, 1024)]
+    sizes += range(8192, most, 2048)
     return [*(size for size in sizes if size < most), most]
 
 
@@ -133,6 +124,10 @@ class GraphRunner:
         self._must_resync = True  # the device counts the runs before capture too
         self._row_buckets, self._token_buckets = row_buckets(frame.max_rows), token_buckets(frame.max_tokens)
         self._padded_rows = [bucket(size, self._row_buckets) for size in range(frame.max_rows + 1)]
+        self._padded_draws = {
+            kind: [bucket(size, tail_buckets(frame.max_rows, kind)) for size in range(frame.max_rows + 1)]
+            for kind in KINDS
+        }
         self._max_graph_rows = config.cuda_graph_max_batch
         self._forwards: dict[Shape, Run] = {}
         self._tails: dict[tuple[int, Kind], Run] = {}
@@ -212,9 +207,10 @@ class GraphRunner:
         return [0, *(size for size in (32,) if size < self._frame.max_rows), self._frame.max_rows]
 
     def _tail_keys(self) -> Iterator[tuple[int, Kind]]:
-        for size in reversed([size for size in self._row_buckets if size <= self._max_graph_rows]):
-            for kind in KINDS:
-                yield size, kind
+        for kind in KINDS:
+            for size in reversed(tail_buckets(self._frame.max_rows, kind)):
+                if size <= self._max_graph_rows:
+                    yield size, kind
 
     def _captured(self, run: Run, pool: Any) -> Run:
         """The run as one call."""
@@ -343,7 +339,7 @@ class GraphRunner:
     def _finish(self, batch: Batch, entry: int, packed: Packed, scored: tuple[Tensor, ...]) -> GraphStep:
         step, driver, count = batch.step, self._driver, packed.num_rows
         if count:
-            key = self._padded_rows[count], packed.kind
+            key = self._padded_draws[packed.kind][count], packed.kind
             if (run := self._tails.get(key)) is not None:
                 run()
             else:
