@@ -85,6 +85,8 @@ class Step:
 
     def batch(self, before: "Step | None") -> Batch:
         """`before`: the step before this one. Where the same rows decode on, its columns are this one's but for one."""
+        self._slots: Int32
+        self._starts: Int32
         if before is not None and self._decodes_on(before):
             self._slots, self._starts = before._slots, before._starts + np.int32(1)
         else:
