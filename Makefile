@@ -4,6 +4,7 @@
 # make schemathesis    ten minutes of whatever /openapi.json allows and forbids
 # make model    fetch the default model into the user's cache and print its folder
 # make gpu      on a machine with a GPU: the tests that need one, with the python3 that holds its torch (GPU_PY)
+# make gpu-figures   there too: every figure of the README and bench/RESULTS.md
 # make soak     half an hour of mixed load on a real server (MINUTES=30): memory, sockets, tasks and pages stay flat
 # make overload ten times what the server can do, for five minutes (OVERLOAD_S=300)
 # make cases    the gravest public bug reports, tried on a running server
@@ -28,7 +29,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: serve test interop schemathesis interop-tests model lint fmt gpu gpu-memcheck soak overload cases fuzz prove
+.PHONY: serve test interop schemathesis interop-tests model lint fmt gpu gpu-figures gpu-memcheck soak overload cases fuzz prove
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.installed
@@ -61,6 +62,27 @@ gpu:
 	@test ! -f .gpu/random_checkpoint.py || test -d .gpu/qwen3-0.6b || \
 	  $(GPU_PY) .gpu/random_checkpoint.py qwen3-0.6b .gpu/qwen3-0.6b
 	$(GPU_PY) -m pytest tests/gpu $(ARGS)
+
+# The figures of README.md and bench/RESULTS.md, one JSON line each: some ten minutes.
+FIGURES ?= figures.jsonl
+SMALL   ?= .gpu/qwen3-0.6b
+LARGE   ?= .gpu/qwen3-8b
+CONTEXT := --option max_model_len=4096
+
+gpu-figures:
+	@for model in $(SMALL) $(LARGE); do test -d $$model || \
+	  $(GPU_PY) .gpu/random_checkpoint.py $$(basename $$model) $$model; done
+	{ set -e; \
+	  $(GPU_PY) -m bench.burst $(SMALL) --work one burst prefill shared penalties logprobs schema $(CONTEXT); \
+	  $(GPU_PY) -m bench.burst $(SMALL) --work burst --burn $(CONTEXT); \
+	  $(GPU_PY) -m bench.burst $(SMALL) --work burst --no-overlap $(CONTEXT); \
+	  $(GPU_PY) -m bench.rival $(SMALL); \
+	  $(GPU_PY) -m bench.burst $(LARGE) --work one burst $(CONTEXT); \
+	  $(GPU_PY) -m bench.stall $(LARGE); \
+	  $(GPU_PY) -m bench.step $(SMALL) --picture $(dir $(FIGURES))step.png $(CONTEXT); \
+	  $(GPU_PY) -m bench.kernels; \
+	  $(GPU_PY) -m bench.served $(SMALL) $(CONTEXT); \
+	} | tee $(FIGURES)
 
 # Every load and store of a short run checked; minutes for what takes seconds without.
 gpu-memcheck:
