@@ -72,7 +72,7 @@ CONTEXT := --option max_model_len=4096
 gpu-figures:
 	@for model in $(SMALL) $(LARGE); do test -d $$model || \
 	  $(GPU_PY) .gpu/random_checkpoint.py $$(basename $$model) $$model; done
-	{ set -e; \
+	set -e; { \
 	  $(GPU_PY) -m bench.burst $(SMALL) --work one burst prefill shared penalties logprobs schema $(CONTEXT); \
 	  $(GPU_PY) -m bench.burst $(SMALL) --work burst --burn $(CONTEXT); \
 	  $(GPU_PY) -m bench.burst $(SMALL) --work burst --no-overlap $(CONTEXT); \
@@ -82,7 +82,8 @@ gpu-figures:
 	  $(GPU_PY) -m bench.step $(SMALL) --picture $(dir $(FIGURES))step.png $(CONTEXT); \
 	  $(GPU_PY) -m bench.kernels; \
 	  $(GPU_PY) -m bench.served $(SMALL) $(CONTEXT); \
-	} | tee $(FIGURES)
+	} > $(FIGURES)
+	@cat $(FIGURES)
 
 # Every load and store of a short run checked; minutes for what takes seconds without.
 gpu-memcheck:
