@@ -573,27 +573,30 @@ class AsyncLLM:
             raise copy.copy(self.dead)
         if self.draining:
             raise Draining("the server is stopping")
-        if len(self._mailboxes) >= self.limits.max_running + self.limits.max_waiting:
+        num_places = self.limits.max_running + self.limits.max_waiting
+        num_free = num_places - len(self._mailboxes)
+        if num_free <= 0:
             raise self._full(f"{len(self._mailboxes)} requests are running or waiting")
+        if caller := CALLER.get().name:
+            # An even share is anybody's, and there may always be one more who comes; beyond it, as much must be free.
+            num_own, num_callers = self._num_live_of[caller], len(self._num_live_of)
+            if num_own >= num_places // max(2, num_callers) and num_own > num_free:
+                raise self._full(f"{num_own} requests of this key are here already, and {num_free} places are left")
         wait_s = self.expected_wait_s
         if self.limits.queue_timeout_s and wait_s > self.limits.queue_timeout_s:
             raise self._full(f"a place would come up in about {wait_s:.0f} s")
 
     def _check_backlog(self, submission: Submission) -> None:
-        """What its size and its caller say against it. Alone in the queue, anything that fits the pool may wait.
+        """What its size says against it. Alone in the queue, anything that fits the pool may wait.
 
         Raises:
-            QueueFull: too many tokens wait, or the caller's own requests leave no more room than to others.
+            QueueFull: too many tokens wait.
         """
         stats, num_tokens = self.stats, len(submission.prompt_ids)
         # What the engine has not yet taken from the inbox waits too.
         backlog = stats.num_waiting_tokens + self._num_sent_tokens - stats.num_taken_tokens
         if backlog and backlog + num_tokens > self.limits.max_waiting_tokens:
             raise self._full(f"prompts of {backlog} tokens are waiting")
-        if submission.caller:
-            num_free = self.limits.max_running + self.limits.max_waiting - len(self._mailboxes)
-            if (num_own := self._num_live_of[submission.caller]) > num_free:
-                raise self._full(f"{num_own} requests of this key are here already, and {num_free} places are left")
 
     def _full(self, why: str) -> QueueFull:
         error = QueueFull(f"{why}; try again later")

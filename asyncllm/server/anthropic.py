@@ -13,7 +13,7 @@ from ..wire.tools import tool_use
 from . import gate
 from .asking import ask, call_id_chars, naming, prompt_of
 from .completions import check_model
-from .gate import LLM, SETTINGS, Handler, json_response, read_body, request_id
+from .gate import LLM, SETTINGS, Handler, json_response, read_body, read_request, request_id
 from .live import LiveResponse
 from .responses import answer
 
@@ -46,7 +46,7 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
 async def messages(request: web.Request) -> web.StreamResponse:
     """POST /v1/messages."""
     llm = request.app[LLM]
-    body = decode_messages(await read_body(request))
+    body = decode_messages(await read_request(request))
     check_model(llm, body.model)
     with naming(_names(body)):
         asked = await ask(llm, as_chat(body), template_messages(body))

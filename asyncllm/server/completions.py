@@ -25,7 +25,7 @@ from ..wire.requests import ChatRequest, CompletionRequest
 from .asking import ask
 from .detailed import ChoiceChunks, DetailedChoice, Prompt, Telling, wanted
 from .events import EventResponse
-from .gate import LLM, read_body
+from .gate import LLM, read_request
 from .parting import Parting
 
 
@@ -46,7 +46,7 @@ TEXT = Dialect("cmpl-", "text_completion", replies.completion_reply, replies.com
 async def chat(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
     llm = request.app[LLM]
-    body = requests.decode_chat(await read_body(request))
+    body = requests.decode_chat(await read_request(request))
     check_model(llm, body.model)
     messages = template_messages(body.messages)
     asked = await ask(llm, body, messages)
@@ -63,7 +63,7 @@ def _dialect(parted: Parting | None) -> Dialect:
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions: a choice for each prompt, in their order."""
     llm = request.app[LLM]
-    body = requests.decode_completion(await read_body(request))
+    body = requests.decode_completion(await read_request(request))
     check_model(llm, body.model)
     prompts = requests.completion_prompts(body)
     params = msgspec.structs.replace(requests.completion_params(body), grammar=grammar_spec(body))

@@ -31,6 +31,16 @@ _SMALL_BODY_BYTES = 1 << 20  # decoded within 40 ms, whatever it holds
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+async def read_request(request: web.Request) -> bytes:
+    """read_body(), of what the engine would have to answer; where it cannot, nothing is read or decoded for it.
+
+    Raises:
+        QueueFull, Draining, EngineDead: not now. And as read_body.
+    """
+    request.app[LLM].check_open()
+    return await read_body(request)
+
+
 async def read_body(request: web.Request) -> bytes:
     """The whole JSON body, within the server's limits of size and time.
 

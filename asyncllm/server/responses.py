@@ -13,14 +13,14 @@ from ..wire.response_input import as_items
 from ..wire.responses import decode_response
 from .completions import check_model
 from .events import EventResponse
-from .gate import LLM, json_response, read_body
+from .gate import LLM, json_response, read_body, read_request
 from .kept import RESPONSES
 from .live import LiveResponse
 
 
 async def create(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses."""
-    body = decode_response(await read_body(request))
+    body = decode_response(await read_request(request))
     check_model(request.app[LLM], body.model)
     return await answer(request, await request.app[RESPONSES].start(body), stream=body.stream is True)
 

@@ -8,10 +8,12 @@ a promise of docs/reliability.md is broken.
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -99,23 +101,34 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
 
 
-async def run(url: str, seconds: float) -> dict[str, Any]:
+def cpu_s(server: ServerProcess) -> float:
+    """What the server has computed so far: beside other work it says more than the clock."""
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def run(server: ServerProcess, seconds: float) -> dict[str, Any]:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(120)) as session:
-        load = Load(session, url, seed=1)
+        load = Load(session, server.url, seed=1)
         await load.closed(NUM_RUNNING, 5)  # warm
         measured_s = max(10.0, seconds / 5)
+        began_cpu_s = cpu_s(server)
         peak, before = await peak_of(load, measured_s)
-        flood_s = time.monotonic()
+        peak_cpu_s = (cpu_s(server) - began_cpu_s) / len(before)
+        flood_s, flood_cpu_s = time.monotonic(), cpu_s(server)
         flood, light = await asyncio.gather(
             load.open(TIMES * peak, seconds), load.open(LIGHT_SHARE * peak, seconds, key=LIGHT)
         )
-        calm_s = time.monotonic()
+        calm_s, flood_cpu_s = time.monotonic(), cpu_s(server) - flood_cpu_s
         recovered = await recovery(load, peak, calm_s)
         # Other work on the machine comes and goes: the peak is the better one of before and after.
         later_peak, after = await peak_of(load, measured_s)
         peak, at_peak = max(peak, later_peak), before + after
-        return report(peak, at_peak, flood, light, flood_s, flood_s + seconds) | recovered
+        num_whole = len([one for one in flood + light if one.is_whole])
+        costs = {"peak_cpu_ms": 1000 * peak_cpu_s, "flood_cpu_ms": 1000 * flood_cpu_s / max(1, num_whole)}
+        seen = report(peak, at_peak, flood, light, flood_s, flood_s + seconds) | recovered
+        return seen | {f"{name}_an_answer": round(cost, 1) for name, cost in costs.items()}
 
 
 async def peak_of(load: Load, seconds: float) -> tuple[float, list[Outcome]]:
@@ -187,7 +200,7 @@ def main() -> int:
     model = [] if args.model is None else [args.model]
     limits = ["--max-running", str(NUM_RUNNING), "--max-waiting", str(NUM_WAITING), "--log-level", "warning"]
     with ServerProcess(*model, *limits, "--api-key", f"heavy {HEAVY}", "--api-key", f"light {LIGHT}") as server:
-        seen = asyncio.run(run(server.url, args.seconds)) | {"seconds": args.seconds, "model": args.model or "default"}
+        seen = asyncio.run(run(server, args.seconds)) | {"seconds": args.seconds, "model": args.model or "default"}
         seen["log_bytes"] = len(server.stderr())
         broken = promises(seen)
         print(json.dumps(seen | {"broken": broken}), flush=True)
