@@ -15,105 +15,21 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from ..bridge import Deltas, EngineStats, Token
 from ..errors import AsyncLLMError, InvalidRequest, QueueFull, TimedOut
 from ..types import Delta, EngineLimits, FinishReason, Logprob, Progress, Submission
-from .batch import NO_ROWS, NO_TOKEN, Batch, Int32, Logprobs, Masker, NewRow, Scored, StepResult
-from .pages import PagePool
+from .batch import NO_TOKEN, Batch, Int32, Logprobs, Masker, StepResult
+from .cache import Cache
 from .progress import Watched
-from .radix import Node, RadixTree
 from .sequence import Sequence
+from .step import Step
 from .turns import Turns
 
 _RANK = attrgetter("rank")
 _PATIENCE_CHECK_S = 0.1
-
-
-class Step:
-    """The rows of one step while they are chosen, and while it is in flight; a list a column.
-
-    256 rows are scheduled and committed in every step of 2 to 8 ms, so what a row costs here is counted in
-    hundreds of nanoseconds: a NamedTuple a row took 0.25 us to make and four passes to turn into arrays.
-    """
-
-    def __init__(self, number: int, max_tokens: int) -> None:
-        self.number = number
-        self.budget = max_tokens
-        self.sequences: list[Sequence] = []
-        self.starts: list[int] = []
-        self.lengths: list[int] = []
-        self.wants_token: list[bool] = []
-        self.num_decodes = 0  # leading rows of one token
-        self.new_rows: list[NewRow] = []
-        self.page_deltas: list[tuple[int, int, int]] = []
-        self.scored: list[Scored] = []
-        self.masked: list[int] = []  # rows whose tokens a grammar masks
-        self.late: set[Sequence] = set()  # of those, the ones whose masks were late: their draws mean nothing
-        self.held: set[Sequence] = set()  # sit this step out, so that the next can preempt them
-
-    def add(self, sequence: Sequence, length: int) -> None:
-        start = sequence.planned_len
-        if sequence.num_unscored:
-            self._add_scored(sequence, start, length)
-        wants_token = start + length == sequence.committed_len + sequence.num_drawing
-        self.sequences.append(sequence)
-        self.starts.append(start)
-        self.lengths.append(length)
-        self.wants_token.append(wants_token)
-        sequence.planned_len = start + length
-        sequence.num_drawing += wants_token
-        sequence.num_in_flight += 1
-        self.budget -= length
-
-    def _add_scored(self, sequence: Sequence, start: int, length: int) -> None:
-        """The chunk's positions that a prompt token follows."""
-        length = min(length, sequence.prompt_len - 1 - start)
-        wide = sequence.params.prompt_logprobs
-        if length > 0 and wide is not None:
-            self.scored.append(Scored(len(self.sequences), start, length, wide))
-
-    def map_pages(self, sequence: Sequence, first: int) -> None:
-        """Tell the device of the sequence's pages from column `first` on."""
-        columns = range(first, len(sequence.pages))
-        self.page_deltas += [(sequence.slot, column, sequence.pages[column]) for column in columns]
-
-    def batch(self, before: "Step | None") -> Batch:
-        """`before`: the step before this one. Where the same rows decode on, its columns are this one's but for one."""
-        self._slots: Int32
-        self._starts: Int32
-        if before is not None and self._decodes_on(before):
-            self._slots, self._starts = before._slots, before._starts + np.int32(1)
-        else:
-            self._slots = np.array([sequence.slot for sequence in self.sequences], np.int32)
-            self._starts = np.array(self.starts, np.int32)
-        return Batch(
-            step=self.number,
-            slots=self._slots,
-            starts=self._starts,
-            lengths=self._column(self.lengths, np.int32),
-            wants_token=self._column(self.wants_token, np.bool_),
-            new_rows=tuple(self.new_rows),
-            page_deltas=np.array(self.page_deltas, np.int32).reshape(-1, 3),
-            scored=tuple(self.scored),
-            masked=np.array(self.masked, np.int32) if self.masked else NO_ROWS,
-        )
-
-    def _decodes_on(self, before: "Step") -> bool:
-        same = self.num_decodes == before.num_decodes == len(self.sequences) and not before.late
-        return same and self.sequences == before.sequences
-
-    def _column(self, values: list[int] | list[bool], kind: type[np.generic]) -> NDArray[Any]:
-        """Ones for the decode rows: numpy makes them in 1 us, of a list of 256 in 10."""
-        column = np.ones(len(values), kind)
-        if len(values) > self.num_decodes:
-            column[self.num_decodes :] = values[self.num_decodes :]
-        return column
 
 
 class Scheduler:
@@ -131,14 +47,11 @@ class Scheduler:
         masker: Masker | None = None,
     ) -> None:
         self.limits = limits
-        self.page_size = page_size
+        self.cache = Cache(num_pages, page_size, shares_prefixes=prefix_cache)
         self.max_step_tokens = max_step_tokens
         self.max_mixed_tokens = max_step_tokens if max_mixed_tokens is None else max_mixed_tokens
-        self.prefix_cache = prefix_cache
         self._masker = masker
         self.num_preemptions = 0
-        self.pool = PagePool(num_pages)
-        self.tree = RadixTree(page_size)
         self._free_slots = list(range(limits.max_running, 0, -1))  # slot 0 is the dummy
         self._waiting: deque[Sequence] = deque()  # by rank: priority, then arrival
         # In order of admission. Without priorities that is the order of arrival: who is preempted was the youngest
@@ -166,7 +79,7 @@ class Scheduler:
     def __repr__(self) -> str:
         return (
             f"Scheduler(step {self._num_steps}, {len(self._running)} running, {len(self._waiting)} waiting, "
-            f"{len(self._in_flight)} in flight, {self.pool!r}, {self.tree!r})"
+            f"{len(self._in_flight)} in flight, {self.cache!r})"
         )
 
     # -- messages --
@@ -381,10 +294,10 @@ class Scheduler:
             self._release(self._retired.popitem()[0])
         while self._running:
             self._preempt(next(reversed(self._running.values())), publish=False)
-        self.pool.give(self.tree.clear())
+        self.cache.clear()
 
     def stats(self) -> EngineStats:
-        num_free, num_cached = self.pool.num_free, self.tree.num_evictable
+        pool, num_cached = self.cache.pool, self.cache.tree.num_evictable
         return EngineStats(
             step=self._num_steps,
             active=not self.idle,
@@ -393,20 +306,16 @@ class Scheduler:
             num_waiting_tokens=self._num_waiting_tokens,
             num_taken_tokens=self._num_taken_tokens,
             num_preemptions=self.num_preemptions,
-            pages_used=self.pool.num_usable - num_free - num_cached,
+            pages_used=pool.num_usable - pool.num_free - num_cached,
             pages_cached=num_cached,
-            pages_total=self.pool.num_usable,
+            pages_total=pool.num_usable,
             monotonic_s=time.monotonic(),
         )
 
     def check(self) -> None:
         """Raise AssertionError where an invariant does not hold. For tests; walks everything."""
-        self.tree.check()
-        free, cached = self.pool.free_pages(), [page for node in self.tree.nodes() for page in node.pages]
         on_device = [*self._running.values(), *self._retired]
-        private = [page for sequence in on_device for page in sequence.private]
-        owned = [*free, *cached, *private]
-        assert sorted(owned) == list(range(1, self.pool.num_usable + 1)), "free + tree + private != all pages"
+        self.cache.check(on_device)
         slots = self._free_slots + [sequence.slot for sequence in on_device]
         assert sorted(slots) == list(range(1, self.limits.max_running + 1)), "a slot is lost or shared"
         assert self._live == {**self._running, **{waiting.request_id: waiting for waiting in self._waiting}}
@@ -416,12 +325,7 @@ class Scheduler:
         for sequence in on_device:
             assert 0 <= sequence.computed_len <= sequence.planned_len <= sequence.device_len, sequence
             assert sequence.num_in_flight == in_flight.count(sequence), sequence
-            assert sequence.private <= set(sequence.pages) and len(set(sequence.pages)) == len(sequence.pages)
-            assert sequence.num_places == len(sequence.pages) * self.page_size, sequence
-            assert len(sequence.pages) >= self._pages_for(sequence.planned_len), sequence
         assert set(in_flight) <= set(on_device), "a step in flight names a sequence that gave its slot back"
-        if not on_device:
-            assert self.tree.num_locked == 0, "a lock outlived its sequence"
 
     # -- choosing rows --
 
@@ -453,13 +357,13 @@ class Scheduler:
     def _plan_prefills(self, step: Step, prefills: list[Sequence]) -> None:
         for sequence in prefills:
             if sequence.slot and sequence not in step.held and step.budget > 0:
-                self._share_further(sequence, step)
+                step.map_pages(sequence, self.cache.share_further(sequence))
                 self._add_chunk(sequence, step)
 
     def _admit(self, step: Step) -> None:
         while self._waiting and self._free_slots and step.budget > 0 and not step.held:
             sequence = self._waiting[0]
-            if self._pages_for(sequence.committed_len) > self.pool.num_usable:
+            if not self.cache.fits(sequence.committed_len):
                 self._end(sequence, FinishReason.LENGTH)  # preempted, and now longer than the whole pool
                 continue
             if not self._place(sequence, step):
@@ -471,41 +375,29 @@ class Scheduler:
         """As much of the prompt as the budget allows. Its full pages are matchable from now on: whoever
         shares them reads them in this step, after all its rows have written, or in a later one."""
         step.add(sequence, min(step.budget, sequence.device_len - sequence.planned_len))
-        self._publish(sequence, min(sequence.planned_len, sequence.committed_len))
+        self.cache.publish(sequence)
 
     def _place(self, sequence: Sequence, step: Step) -> bool:
         """Give a waiting sequence a slot and pages for all it knows, if one free page stays for each row."""
-        node, pages = self._match(sequence)
-        self.tree.lock(node)
-        num_missing = self._pages_for(sequence.committed_len) - len(pages)
-        if num_missing + len(self._running) > self._num_available:
-            self.tree.unlock(node)
+        if not self.cache.place(sequence, len(self._running)):
             return False
-        sequence.slot, sequence.node = self._free_slots.pop(), node
-        sequence.private = set(own := self._take_pages(num_missing))
-        sequence.pages = pages + own
-        sequence.num_places = len(sequence.pages) * self.page_size
-        sequence.planned_len = sequence.computed_len = len(pages) * self.page_size
-        sequence.num_published = len(pages)
+        sequence.slot = self._free_slots.pop()
         if not sequence.admitted_s:
             self._num_waiting_tokens -= sequence.prompt_len
             self._turns.admitted(sequence.rank[1])
             sequence.admitted_s, sequence.cached_len = time.monotonic(), sequence.planned_len
         self._stale.pop(sequence, None)
         step.new_rows.append(sequence.new_row())
-        step.map_pages(sequence, 0)
+        step.map_pages(sequence, range(len(sequence.pages)))
         return True
 
     def _grow(self, sequence: Sequence, step: Step) -> bool:
         """A page for the next position; False if the row must sit this step out."""
-        while not self._num_available:
+        while not self.cache.num_available:
             if not self._make_room(sequence, step):
                 return False
-        own = self._take_pages(1)
-        sequence.private.update(own)
-        sequence.pages += own
-        sequence.num_places += self.page_size
-        step.map_pages(sequence, len(sequence.pages) - 1)
+        self.cache.grow(sequence)
+        step.map_pages(sequence, range(len(sequence.pages) - 1, len(sequence.pages)))
         return True
 
     def _make_room(self, needy: Sequence, step: Step) -> bool:
@@ -526,57 +418,6 @@ class Scheduler:
         self._preempt(youngest)
         return True
 
-    # -- prefix sharing --
-
-    def _match(self, sequence: Sequence) -> tuple[Node, list[int]]:
-        """At least one token is left to compute: the first draw needs its hidden state."""
-        if not self.prefix_cache or sequence.num_unscored > 0:  # a position found is not computed, so not scored
-            return self.tree.root, []
-        most = (sequence.committed_len - 1) // self.page_size
-        return self.tree.match(sequence.ids, most, sequence.submission.cache_salt)
-
-    def _share_further(self, sequence: Sequence, step: Step) -> None:
-        """Before a chunk: somebody may have published what it would compute. Equal prompts that arrive
-        together are computed once, however many chunks they take."""
-        num_planned, rest = divmod(sequence.planned_len, self.page_size)
-        if rest or self._is_lost(sequence):
-            return
-        node, pages = self._match(sequence)
-        if len(pages) <= num_planned:
-            return
-        self._move_lock(sequence, node)
-        replaced = sequence.pages[num_planned : len(pages)]  # not yet written to
-        sequence.private.difference_update(replaced)
-        self.pool.give(replaced)
-        sequence.pages[num_planned : len(pages)] = pages[num_planned:]
-        if not sequence.num_output:
-            sequence.cached_len += len(pages) * self.page_size - sequence.planned_len
-        sequence.planned_len = len(pages) * self.page_size
-        sequence.num_published = len(pages)
-        step.page_deltas += [(sequence.slot, i, pages[i]) for i in range(num_planned, len(pages))]
-
-    def _publish(self, sequence: Sequence, length: int) -> None:
-        """Offer the full pages of the first `length` tokens to the tree."""
-        num_pages = length // self.page_size
-        if not self.prefix_cache or num_pages <= sequence.num_published or self._is_lost(sequence):
-            return
-        ids, pages = sequence.ids[: num_pages * self.page_size], sequence.pages[:num_pages]
-        node, adopted = self.tree.insert(ids, pages, sequence.submission.cache_salt)
-        self._move_lock(sequence, node)
-        sequence.private.difference_update(adopted)
-        sequence.num_published = num_pages
-
-    def _is_lost(self, sequence: Sequence) -> bool:
-        """Whether it reads pages that nobody else may come to read: it keeps them, and adds nothing to them."""
-        assert sequence.node is not None
-        return self.tree.is_lost(sequence.node)
-
-    def _move_lock(self, sequence: Sequence, node: Node) -> None:
-        assert sequence.node is not None
-        self.tree.lock(node)
-        self.tree.unlock(sequence.node)
-        sequence.node = node
-
     # -- endings --
 
     def _skip_logprob(self, sequence: Sequence) -> None:
@@ -589,8 +430,7 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         if token_id == NO_TOKEN:
-            assert sequence.node is not None
-            self.tree.lose(sequence.node)  # its pages, and those it read, may hold the reason
+            self.cache.lose(sequence)  # its pages, and those it read, may hold the reason
             error = AsyncLLMError(
                 "the model's output for this request was not a number"
                 if sequence.matcher is None
@@ -680,7 +520,7 @@ class Scheduler:
         """Take a running sequence off the device; it goes on from its committed tokens, first in the queue."""
         assert not sequence.num_in_flight
         if publish:
-            self._publish(sequence, min(sequence.planned_len, sequence.committed_len))  # nothing is in flight
+            self.cache.publish(sequence)
         self._release(sequence)
         del self._running[sequence.request_id]
         insort(self._waiting, sequence, key=_RANK)
@@ -688,29 +528,14 @@ class Scheduler:
 
     def _publish_and_release(self, sequence: Sequence) -> None:
         if sequence.finish_reason is not FinishReason.ERROR:
-            self._publish(sequence, min(sequence.planned_len, sequence.committed_len))  # nothing is in flight
+            self.cache.publish(sequence)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        assert sequence.node is not None and not sequence.num_in_flight
-        self.tree.unlock(sequence.node)
-        self.pool.give(sorted(sequence.private))
+        assert not sequence.num_in_flight
+        self.cache.release(sequence)
         self._free_slots.append(sequence.slot)
         sequence.leave_device()
-
-    # -- pages --
-
-    @property
-    def _num_available(self) -> int:
-        return self.pool.num_free + self.tree.num_evictable
-
-    def _take_pages(self, count: int) -> list[int]:
-        if (num_missing := count - self.pool.num_free) > 0:
-            self.pool.give(self.tree.evict(num_missing))
-        return self.pool.take(count)
-
-    def _pages_for(self, length: int) -> int:
-        return -(-length // self.page_size)
 
 
 Logprobed = tuple[float, list[int], list[float]]  # of one token: its own, the likeliest ids and theirs

@@ -54,7 +54,7 @@ def test_random_requests_equal_their_solo_output(overlap: bool, page_size: int, 
         assert got == (whole if terminal.finish_reason is FinishReason.LENGTH else whole[: len(got)])
     stats = house.scheduler.stats()
     assert stats.pages_used == 0 and stats.num_preemptions > 0
-    assert house.scheduler.pool.num_free + house.scheduler.tree.num_pages == config.usable_pages
+    assert house.scheduler.cache.pool.num_free + house.scheduler.cache.tree.num_pages == config.usable_pages
 
 
 def test_overlap_launches_the_next_step_before_it_looks_at_the_last() -> None:
@@ -183,7 +183,7 @@ def test_PFX_3_page_accounting_does_not_drift(overlap: bool, page_size: int) -> 
             house.run()
             stats = house.scheduler.stats()
             assert stats.pages_used == 0
-            assert house.scheduler.pool.num_free + stats.pages_cached == stats.pages_total
+            assert house.scheduler.cache.pool.num_free + stats.pages_cached == stats.pages_total
     house.run()
     whole_pool = house.limits.max_prompt_len
     house.submit("last", [5] * whole_pool, max_tokens=1)  # as large as the pool or the context
@@ -273,7 +273,7 @@ def test_a_failed_step_ends_its_requests_and_no_other(overlap: bool, where: str,
     for i in (2, 3):
         assert house.out.token_ids(f"r{i}") == solo([7, 8, 9, 10, i], 8)
     assert "step 4 with 2 rows failed" in caplog.text
-    assert house.scheduler.pool.num_free + house.scheduler.tree.num_pages == 64
+    assert house.scheduler.cache.pool.num_free + house.scheduler.cache.tree.num_pages == 64
 
 
 def test_a_survivor_of_a_failed_step_goes_on_from_its_committed_tokens(caplog: Any) -> None:

@@ -140,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert got == expected[: len(got)]
         assert len(got) <= self.updated.get(name, max_tokens)
         if terminal is not None and terminal.finish_reason is FinishReason.LENGTH:
-            pool_full = len(prompt) + len(got) > self.pool_tokens - self.scheduler.page_size
+            pool_full = len(prompt) + len(got) > self.pool_tokens - self.scheduler.cache.page_size
             assert got == expected or pool_full or name in self.updated
 
     def teardown(self) -> None:

@@ -100,4 +100,4 @@ def test_salts_that_are_used_up_leave_nothing() -> None:
     for i in range(400):
         house.submit(f"r{i}", [i] * 9, max_tokens=2, cache_salt=str(i))
         house.run()
-    assert len(house.scheduler.tree._salted) < 150
+    assert len(house.scheduler.cache.tree._salted) < 150

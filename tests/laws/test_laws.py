@@ -109,7 +109,7 @@ def test_200_random_requests_equal_their_solo_output(
         assert_equals_solo(name, house, solo)
     stats = house.scheduler.stats()
     assert stats.num_preemptions > 0 and stats.pages_used == 0
-    assert house.scheduler.pool.num_free + stats.pages_cached == stats.pages_total
+    assert house.scheduler.cache.pool.num_free + stats.pages_cached == stats.pages_total
 
 
 def test_overlap_equals_serial_whenever_copies_land(folder: Path, solo: dict[str, list[int]], asked: Any) -> None:
