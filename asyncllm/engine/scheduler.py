@@ -9,12 +9,9 @@ Longer than most files here: admission, growth, preemption and endings all move 
 check() must see them all; cut apart, each part would need the others' insides.
 """
 
-import math
 import time
-from bisect import insort
 from collections import deque
 from collections.abc import Iterator
-from operator import attrgetter
 
 import msgspec
 
@@ -23,13 +20,12 @@ from ..errors import AsyncLLMError, InvalidRequest, QueueFull, TimedOut
 from ..types import Delta, EngineLimits, FinishReason, Logprob, Progress, Submission
 from .batch import NO_TOKEN, Batch, Int32, Logprobs, Masker, StepResult
 from .cache import Cache
+from .deadlines import Deadlines
+from .matching import Matching, unmatched
 from .progress import Watched
 from .sequence import Sequence
 from .step import Step
-from .turns import Turns
-
-_RANK = attrgetter("rank")
-_PATIENCE_CHECK_S = 0.1
+from .waiting import RANK, Waiting
 
 
 class Scheduler:
@@ -50,22 +46,17 @@ class Scheduler:
         self.cache = Cache(num_pages, page_size, shares_prefixes=prefix_cache)
         self.max_step_tokens = max_step_tokens
         self.max_mixed_tokens = max_step_tokens if max_mixed_tokens is None else max_mixed_tokens
-        self._masker = masker
         self.num_preemptions = 0
         self._free_slots = list(range(limits.max_running, 0, -1))  # slot 0 is the dummy
-        self._waiting: deque[Sequence] = deque()  # by rank: priority, then arrival
+        self._waiting = Waiting()
         # In order of admission. Without priorities that is the order of arrival: who is preempted was the youngest
         # and waits in front of all others, so the last one here is always the youngest.
         self._running: dict[str, Sequence] = {}
         self._has_priorities = False
-        self._turns = Turns()
-        self._num_submitted = 0
-        self._num_taken_tokens = self._num_waiting_tokens = 0  # of prompts: ever submitted; never yet admitted
-        self._next_patience_s = 0.0
+        self._num_taken_tokens = 0  # of all prompts submitted
+        self._matching = Matching(masker)
         self._num_matched = 0  # live sequences that follow a grammar
-        self._late: set[Sequence] = set()  # those whose masks were late in the last step
-        self._deadlines: dict[Sequence, float] = {}  # of live sequences that have one
-        self._next_deadline_s = math.inf  # no later than the first of them
+        self._deadlines = Deadlines()
         self._retired: dict[Sequence, None] = {}  # done, but named by a step in flight
         self._live: dict[str, Sequence] = {}  # waiting and running
         self._in_flight: deque[Step] = deque()
@@ -94,18 +85,13 @@ class Scheduler:
             return
         assert submission.request_id not in self._live, "request ids are made by us and unique"
         self._live[submission.request_id] = sequence
-        self._num_submitted += 1
-        start = self._turns.start(submission.caller, sequence.prompt_len, submission.max_tokens)
-        sequence.rank = submission.priority, start, self._num_submitted
-        self._num_waiting_tokens += sequence.prompt_len
+        self._waiting.add(sequence)
         self._num_matched += sequence.matcher is not None
         self._has_priorities |= submission.priority != 0
-        insort(self._waiting, sequence, key=_RANK)
         if submission.wants_progress:
             self._watched.add(sequence)
         if submission.deadline_s is not None:
-            self._deadlines[sequence] = submission.deadline_s
-            self._next_deadline_s = min(self._next_deadline_s, submission.deadline_s)
+            self._deadlines.add(sequence, submission.deadline_s)
 
     def update(self, request_id: str, max_tokens: int | None, temperature: float | None) -> None:
         """Other limits from the first step not yet scheduled. Tokens past a lowered one are discarded."""
@@ -192,22 +178,11 @@ class Scheduler:
         A row whose sequence has ended draws what it likes. One whose grammar cannot be followed ends here. One whose
         mask does not come in time sits the step out, and is the first in the next.
         """
-        assert self._masker is not None
         step = self._in_flight[-1]
-        masked = enumerate([step.sequences[row] for row in step.masked])
-        live = [(i, sequence) for i, sequence in masked if sequence.finish_reason is None]
-        if self._late:
-            live.sort(key=lambda entry: entry[1] not in self._late)
-        rows = [(sequence.matcher, i) for i, sequence in live]
-        num_filled = self._masker.fill(rows, masks, budget_s) if rows else 0
-        self._late = step.late = {sequence for _, sequence in live[num_filled:]}
+        for sequence in self._matching.fill(step, masks, budget_s):
+            self._end(sequence, FinishReason.ERROR, error=unmatched(sequence))
         for sequence in step.late:
             self._sit_out(sequence)
-        if num_filled < len(step.masked):
-            masks[sorted(set(range(len(step.masked))) - {i for i, _ in live[:num_filled]})] = -1
-        for _, sequence in live[:num_filled]:
-            if sequence.matcher is not None and sequence.matcher.is_error():
-                self._end_unmatched(sequence)
 
     def _sit_out(self, sequence: Sequence) -> None:
         """Of the newest step: its last position is computed again in the next one, and draws there."""
@@ -303,7 +278,7 @@ class Scheduler:
             active=not self.idle,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_waiting_tokens=self._num_waiting_tokens,
+            num_waiting_tokens=self._waiting.num_tokens,
             num_taken_tokens=self._num_taken_tokens,
             num_preemptions=self.num_preemptions,
             pages_used=pool.num_usable - pool.num_free - num_cached,
@@ -319,8 +294,8 @@ class Scheduler:
         slots = self._free_slots + [sequence.slot for sequence in on_device]
         assert sorted(slots) == list(range(1, self.limits.max_running + 1)), "a slot is lost or shared"
         assert self._live == {**self._running, **{waiting.request_id: waiting for waiting in self._waiting}}
-        assert list(self._waiting) == sorted(self._waiting, key=_RANK), "the queue is out of order"
-        assert set(self._deadlines) <= set(self._live.values()), "a deadline outlived its sequence"
+        self._waiting.check()
+        self._deadlines.check(set(self._live.values()))
         in_flight = [sequence for step in self._in_flight for sequence in step.sequences]
         for sequence in on_device:
             assert 0 <= sequence.computed_len <= sequence.planned_len <= sequence.device_len, sequence
@@ -362,13 +337,13 @@ class Scheduler:
 
     def _admit(self, step: Step) -> None:
         while self._waiting and self._free_slots and step.budget > 0 and not step.held:
-            sequence = self._waiting[0]
+            sequence = self._waiting.first
             if not self.cache.fits(sequence.committed_len):
                 self._end(sequence, FinishReason.LENGTH)  # preempted, and now longer than the whole pool
                 continue
             if not self._place(sequence, step):
                 break
-            self._running[sequence.request_id] = self._waiting.popleft()
+            self._running[sequence.request_id] = self._waiting.admit()
             self._add_chunk(sequence, step)
 
     def _add_chunk(self, sequence: Sequence, step: Step) -> None:
@@ -382,10 +357,6 @@ class Scheduler:
         if not self.cache.place(sequence, len(self._running)):
             return False
         sequence.slot = self._free_slots.pop()
-        if not sequence.admitted_s:
-            self._num_waiting_tokens -= sequence.prompt_len
-            self._turns.admitted(sequence.rank[1])
-            sequence.admitted_s, sequence.cached_len = time.monotonic(), sequence.planned_len
         self._stale.pop(sequence, None)
         step.new_rows.append(sequence.new_row())
         step.map_pages(sequence, range(len(sequence.pages)))
@@ -407,7 +378,7 @@ class Scheduler:
         The youngest itself waits for a page instead: an older one finishes, or takes its pages.
         """
         running = self._running.values()
-        youngest = max(running, key=_RANK) if self._has_priorities else next(reversed(running))
+        youngest = max(running, key=RANK) if self._has_priorities else next(reversed(running))
         if youngest is needy:
             if len(self._running) == 1 and not needy.num_in_flight and not self._retired:
                 self._end(needy, FinishReason.LENGTH)  # alone, and the pool is full
@@ -451,46 +422,28 @@ class Scheduler:
             self._deltas.append(sequence.delta((token_id,), logprobs=logprobs))
 
     def _accept(self, step: Step) -> None:
-        """Move the matchers of the step's sequences over their tokens; an answer that is complete ends."""
-        assert self._masker is not None
-        masked = [step.sequences[row] for row in step.masked]
-        sequences = [one for one in masked if one.finish_reason is None and one not in step.late]
-        tokens = [(sequence.matcher, sequence.output_ids[-1]) for sequence in sequences]
-        accepted = self._masker.accept(tokens) if tokens else []
-        for sequence, fits in zip(sequences, accepted, strict=True):
+        """Let the grammars follow what the step drew; an answer that is complete ends."""
+        for sequence, fits in self._matching.accept(step):
             if not fits:
-                self._end_unmatched(sequence)
+                self._end(sequence, FinishReason.ERROR, error=unmatched(sequence))
             elif sequence.matcher is not None and sequence.matcher.is_stopped():
                 self._end(sequence, FinishReason.STOP)
 
-    def _end_unmatched(self, sequence: Sequence) -> None:
-        assert sequence.matcher is not None
-        sequence.params.grammar.wear_out()
-        reason = sequence.matcher.get_error().partition("\n")[0][:200]
-        error = InvalidRequest(f"the grammar cannot be followed any further: {reason}", "grammar")
-        self._end(sequence, FinishReason.ERROR, error=error)
-
     def _end_overdue(self) -> None:
         """End what is past its deadline: complete as far as it came, or an error if it never began."""
-        if (now := time.monotonic()) < self._next_deadline_s:
-            return
-        for sequence in [sequence for sequence, deadline_s in self._deadlines.items() if deadline_s <= now]:
+        for sequence in self._deadlines.overdue(time.monotonic()):
             if sequence.num_output:
                 self._end(sequence, FinishReason.LENGTH)
             else:
                 error = TimedOut("the request's timeout came before its first token")
                 self._end(sequence, FinishReason.ERROR, error=error)
-        self._next_deadline_s = min(self._deadlines.values(), default=math.inf)
 
     def _end_impatient(self) -> None:
         """End what has waited for a slot for too long: nothing has been computed for it."""
-        if not self.limits.queue_timeout_s or (now := time.monotonic()) < self._next_patience_s:
-            return
-        self._next_patience_s = now + _PATIENCE_CHECK_S
-        since_s = now - self.limits.queue_timeout_s
-        for sequence in [one for one in self._waiting if not one.admitted_s and one.submission.arrival_s < since_s]:
-            error = QueueFull(f"no place came up within {self.limits.queue_timeout_s:g} s; try again later")
-            self._end(sequence, FinishReason.ERROR, error=error)
+        if limit_s := self.limits.queue_timeout_s:
+            for sequence in self._waiting.impatient(limit_s):
+                error = QueueFull(f"no place came up within {limit_s:g} s; try again later")
+                self._end(sequence, FinishReason.ERROR, error=error)
 
     def _end(
         self,
@@ -506,10 +459,9 @@ class Scheduler:
         del self._live[sequence.request_id]
         self._num_matched -= sequence.matcher is not None
         self._stale.pop(sequence, None)
-        self._deadlines.pop(sequence, None)
+        self._deadlines.discard(sequence)
         if self._running.pop(sequence.request_id, None) is None:
             self._waiting.remove(sequence)
-            self._num_waiting_tokens -= 0 if sequence.admitted_s else sequence.prompt_len
         elif sequence.num_in_flight:
             self._retired[sequence] = None
         else:
@@ -523,7 +475,7 @@ class Scheduler:
             self.cache.publish(sequence)
         self._release(sequence)
         del self._running[sequence.request_id]
-        insort(self._waiting, sequence, key=_RANK)
+        self._waiting.put_back(sequence)
         self.num_preemptions += 1
 
     def _publish_and_release(self, sequence: Sequence) -> None:

@@ -120,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whoever waits has waited too long; who has had a slot is spared, though preempted."""
         spared = [one for one in self.scheduler._waiting if one.admitted_s]
         self.scheduler.limits = msgspec.structs.replace(self.scheduler.limits, queue_timeout_s=1e-9)
-        self.scheduler._next_patience_s = 0.0
+        self.scheduler._waiting._next_look_s = 0.0
         self.scheduler._end_impatient()
         self.scheduler.limits = self.house.limits
         assert list(self.scheduler._waiting) == spared

@@ -150,7 +150,7 @@ def test_masked_rows_keep_to_their_grammar_among_others_and_overlap_equals_seria
     outputs = []
     for overlap in (True, False):
         house = House(config, runner=runner)
-        house.scheduler._masker = Residues()
+        house.scheduler._matching.masker = Residues()
         house.engine._step = Engine.overlap_step.__get__(house.engine) if overlap else house.engine.serial_step
         for i in range(24):
             grammar = Residues() if i % 2 else None

@@ -165,7 +165,7 @@ def test_a_late_mask_costs_its_row_a_step_and_changes_no_token(
     house = house_of(
         folder, ManualDevice(patience=2), overlap=overlap, num_pages=25, page_size=4, max_step_tokens=max_step_tokens
     )
-    house.scheduler._masker = slow = Slow(random.Random(1))
+    house.scheduler._matching.masker = slow = Slow(random.Random(1))
     for name, request in requests.items():
         submit(house, name, request)
     house.run()
@@ -180,7 +180,7 @@ def test_a_storm_leaves_every_row_within_its_grammar(grammars: Grammars, overlap
     rng = random.Random(overlap)
     config = engine_config(overlap=overlap, num_pages=30, max_step_tokens=16)
     house, compiled = House(config, vocab_size=num_tokens()), [spec and grammars.compile(spec) for spec in SPECS]
-    house.scheduler._masker = Slow(rng)
+    house.scheduler._matching.masker = Slow(rng)
     asked: dict[str, Any] = {}
     while len(asked) < 500 or not house.scheduler.idle:
         if len(asked) < 500 and rng.random() < 0.6:
@@ -237,7 +237,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_request(grammars: Gramma
 
     grammar = Grammar()
     house = House(engine_config(), vocab_size=num_tokens())
-    house.scheduler._masker = Filler()
+    house.scheduler._matching.masker = Filler()
     house.submit("bad", [5], 20, params=SamplingParams(temperature=0, grammar=grammar))
     house.submit("good", [6], 20)
     house.run()
