@@ -3,6 +3,7 @@
 GPU thread; numpy only. It never knows tensors, requests or text.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -89,12 +90,19 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         return int(self.lengths.sum())
 
 
+Logprobed = tuple[float, list[int], list[float]]  # of one token: its own, the likeliest ids and theirs
+
+
 class Logprobs(msgspec.Struct, frozen=True, eq=False):
     """Of n tokens: how likely each was, and the likeliest in its place; among equals the lowest id comes first."""
 
     logprobs: NDArray[np.float32]  # [n], finite
     top_ids: Int32  # [n, the largest number any of them asked for]
     top_logprobs: NDArray[np.float32]  # [n, the same], falling
+
+    def entries(self) -> Iterator[Logprobed]:
+        columns = (self.logprobs, self.top_ids, self.top_logprobs)
+        return zip(*[column.tolist() for column in columns], strict=True)
 
 
 class StepResult(msgspec.Struct, frozen=True, eq=False):

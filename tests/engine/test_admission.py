@@ -13,7 +13,7 @@ from tests.fakes import House, engine_config, hash_chain
 
 
 def admitted(house: House) -> list[str]:
-    return list(house.scheduler._running)
+    return list(house.scheduler.roster.running)
 
 
 def test_a_light_caller_waits_for_no_more_than_a_request_of_a_heavy_one() -> None:

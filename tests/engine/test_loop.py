@@ -246,7 +246,7 @@ def test_KV_2_preemption_under_a_full_pool(page_size: int) -> None:
     for name, (prompt, max_tokens) in asked.items():
         house.submit(name, prompt, max_tokens)
     house.run()
-    assert house.scheduler.num_preemptions > 0
+    assert house.scheduler.roster.num_preemptions > 0
     for name, (prompt, max_tokens) in asked.items():
         assert house.out.token_ids(name) == solo(prompt, max_tokens)
 
@@ -282,7 +282,7 @@ def test_a_survivor_of_a_failed_step_goes_on_from_its_committed_tokens(caplog: A
     failed_at: list[int] = []
 
     def fault(batch: Batch) -> None:
-        if len(house.scheduler._running) > batch.num_rows and not failed_at:
+        if len(house.scheduler.roster.running) > batch.num_rows and not failed_at:
             failed_at.append(batch.step)
             raise RuntimeError("fault hook")
 

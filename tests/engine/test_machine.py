@@ -3,7 +3,6 @@
 import os
 
 import hypothesis.strategies as st
-import msgspec
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -63,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.flying) < 2)
     @rule()
     def schedule(self) -> None:
-        batch = self.scheduler.schedule() if self.scheduler._live else None
+        batch = self.scheduler.schedule() if self.scheduler.roster.live else None
         if batch is not None:
             assert batch.num_tokens <= max(self.scheduler.max_step_tokens, batch.num_rows)
             assert len(set(batch.slots.tolist())) == batch.num_rows and 0 not in batch.slots
@@ -118,17 +117,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def lose_patience(self) -> None:
         """Whoever waits has waited too long; who has had a slot is spared, though preempted."""
-        spared = [one for one in self.scheduler._waiting if one.admitted_s]
-        self.scheduler.limits = msgspec.structs.replace(self.scheduler.limits, queue_timeout_s=1e-9)
-        self.scheduler._waiting._next_look_s = 0.0
-        self.scheduler._end_impatient()
-        self.scheduler.limits = self.house.limits
-        assert list(self.scheduler._waiting) == spared
+        spared = [one for one in self.scheduler.roster.waiting if one.admitted_s]
+        self.scheduler.roster.waiting._next_look_s = 0.0
+        self.scheduler.roster.end_impatient(1e-9)
+        assert list(self.scheduler.roster.waiting) == spared
 
     @invariant()
     def holds(self) -> None:
         self.scheduler.check()
-        never_admitted = [one.prompt_len for one in self.scheduler._waiting if not one.admitted_s]
+        never_admitted = [one.prompt_len for one in self.scheduler.roster.waiting if not one.admitted_s]
         assert self.scheduler.stats().num_waiting_tokens == sum(never_admitted)
         self.house.engine._hand_off()
         for name, (prompt, max_tokens) in self.asked.items():

@@ -236,5 +236,5 @@ def test_a_storm_leaves_everything_as_it_was() -> None:
         ended[end.finish_reason] += 1
     assert ended[FinishReason.ERROR] == 0, ended
     assert ended[FinishReason.ABORT] and ended[FinishReason.STOP] and ended[FinishReason.LENGTH], ended
-    assert house.scheduler.num_preemptions > 0
-    print(f"storm: {ended}, {house.scheduler.num_preemptions} preemptions, step {house.scheduler.stats().step}")
+    assert house.scheduler.roster.num_preemptions > 0
+    print(f"storm: {ended}, {house.scheduler.roster.num_preemptions} preemptions, step {house.scheduler.stats().step}")

@@ -86,7 +86,7 @@ def test_a_row_says_in_company_what_it_says_alone(
     for name, request in requests.items():
         submit(house, name, request)
     house.run()
-    assert house.scheduler.num_preemptions > 0
+    assert house.scheduler.roster.num_preemptions > 0
     for i, name in enumerate(requests):
         assert_equal(said(house, name), expected[name])
         terminal = house.out.terminal(name)
@@ -169,7 +169,7 @@ def test_a_late_mask_costs_its_row_a_step_and_changes_no_token(
     for name, request in requests.items():
         submit(house, name, request)
     house.run()
-    assert slow.num_late > 100 and house.scheduler.num_preemptions > 0
+    assert slow.num_late > 100 and house.scheduler.roster.num_preemptions > 0
     for name in requests:
         assert_equal(said(house, name), expected[name])
 
@@ -194,7 +194,7 @@ def test_a_storm_leaves_every_row_within_its_grammar(grammars: Grammars, overlap
             house.inbox.put(rng.choice([Abort(name), Finish(name), Update(request_id=name, max_tokens=9)]))
         if not house.scheduler.idle or house.inbox.wait(0):
             house.turn()
-    assert house.scheduler.num_preemptions > 0
+    assert house.scheduler.roster.num_preemptions > 0
     reasons = set()
     for name, grammar in asked.items():
         terminal, token_ids = house.out.terminal(name), house.out.token_ids(name)
