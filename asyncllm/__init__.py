@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from .build import load, start
     from .client import AsyncClient
     from .config import Config
-    from .llm import LLM, AsyncLLM
+    from .llm import AsyncLLM
+    from .offline import LLM
     from .types import Completion, Delta, FinishReason, GrammarSpec, SamplingParams
 
 _HOMES = {
-    "start": "build", "load": "build", "AsyncClient": "client", "Config": "config", "AsyncLLM": "llm", "LLM": "llm",
+    "start": "build", "load": "build", "AsyncClient": "client", "Config": "config", "AsyncLLM": "llm", "LLM": "offline",
     "Completion": "types", "Delta": "types", "FinishReason": "types", "GrammarSpec": "types",
     "SamplingParams": "types",
 }  # fmt: skip

@@ -28,7 +28,8 @@ from .engine.batch import Runner
 from .engine.loop import Engine
 from .engine.scheduler import Scheduler
 from .errors import AsyncLLMError, EngineDead, ModelError
-from .llm import LLM, AsyncLLM
+from .llm import AsyncLLM
+from .offline import LLM
 from .text.chat import ChatTemplate
 from .text.tokenizer import Tokenizer
 from .types import EngineLimits

@@ -1,54 +1,41 @@
-"""AsyncLLM: submit, stream, abort; and LLM, the same for a program without a loop.
+"""AsyncLLM: encode, submit, update, abort; and the engine's life as its users see it.
 
-Loop thread. It turns ids into text and finds stop strings; it never knows HTTP, pages or tensors.
-
-Longer than most files here: these three faces, with a sentence for each thing a caller may do and catch, are the
-library's front door, and its users read them in one place. What lies behind them has files of its own.
+Loop thread. It never knows HTTP, pages or tensors, nor a program without a loop.
 """
 
 import asyncio
 import copy
 import faulthandler
 import logging
-import re
-import secrets
 import time
-from array import array
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
+from .admission import Admission
 from .bridge import Abort, Close, EngineStats, Finish, Inbox, Outbox, Submit, Token, Update
 from .config import PacePolicy
 from .errors import Aborted, AsyncLLMError, Draining, EngineDead, EngineStuck, InvalidRequest, QueueFull
 from .mailbox import Mailbox
 from .pace import Pace, Reader
+from .stream import Stream
+from .submission import Terms, as_params, make_submission, of_right_kinds, take_terms
 from .text.answer import AnswerForm, AnswerParser
 from .text.chat import ChatTemplate, Ending
 from .text.forcing import forced
 from .text.stop import StopMatcher
-from .text.tokenizer import Tokenizer, context_too_long
-from .totals import Rate, Totals
+from .text.tokenizer import Tokenizer
+from .totals import Totals
 from .types import (
-    CALLER,
-    MAX_BAD_WORDS,
-    MAX_STOP_CHARS,
-    Completion,
     Delta,
     EngineLimits,
-    FinishReason,
     GrammarSpec,
-    Logprob,
     Progress,
-    PromptLogprobs,
     SamplingParams,
-    Submission,
 )
 
 if TYPE_CHECKING:  # llguidance has no wheel for every machine
@@ -68,114 +55,6 @@ PROMPT_END_TOKENS = 16  # hold the tag that opens an answer's reasoning, were ea
 # Deltas taken in one go, at 0.7 us each, or three where there are stop strings. Fewer, and at 4,096 rows the
 # flushes between the turns let the engine run half a second ahead.
 ROWS_A_TURN = 1024
-
-
-class Terms(TypedDict, total=False):
-    """What a request says of itself beside its sampling."""
-
-    wants_progress: bool  # the stream's `progress` is kept up to date, from the queue to the first token
-    shown: tuple[str, ...]  # special tokens that the text is to have all the same
-    priority: int  # the lower is admitted first, and preempted last
-    timeout_s: float | None  # then the answer ends with what it has, by length; with TimedOut if it has nothing
-    cache_salt: str  # prefixes are shared only under the same one
-
-
-class Stream:
-    """One answer as it is generated: an async iterator of Delta, the last of which has a finish_reason.
-
-    Leaving the iterator aborts the request: by `async with`, by `abort()`, or by letting the stream go.
-
-    Raises, while iterating:
-        StepFailed, EngineDead: the engine could not go on with this request.
-        Aborted, Draining: somebody else ended it.
-    """
-
-    def __init__(self, llm: "AsyncLLM", mailbox: Mailbox) -> None:
-        self._llm = llm
-        self._mailbox = mailbox
-        self._done = False
-        self.request_id = mailbox.submission.request_id
-        self.num_prompt_tokens = len(mailbox.submission.prompt_ids)
-        # All text that has come since, for who listens. Bound here, as it is called for each token.
-        self.take_text: Callable[[], str] = mailbox.take_text
-        self.take_details = mailbox.take_details  # what is told of it beside, to be taken first
-
-    def __del__(self) -> None:
-        # `async for ...: break` leaves no ghost request. The collector may run on any thread.
-        if not self._mailbox.ended:
-            self._llm.abort_soon(self.request_id)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        while not self._done:
-            if (delta := self._mailbox.take()) is not None:
-                self._done = delta.finish_reason is not None
-                return delta
-            await self._mailbox.wait()
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self.abort()
-
-    def abort(self) -> None:
-        """Nobody reads this any more. Idempotent; nothing if the answer is complete."""
-        self._llm.abort(self.request_id)
-
-    # -- for who writes text on from a callback: no task wakes up for a token --
-
-    def listen(self, reader: Reader | None) -> None:
-        """Flush this reader whenever there is something, as often as the loop can afford. In place of iterating."""
-        self._mailbox.listen(reader)
-
-    @property
-    def last(self) -> Delta | None:
-        """The newest delta, without its text; the terminal one has a finish_reason, and the error if one ended it."""
-        return self._mailbox.last
-
-    @property
-    def progress(self) -> Progress | None:
-        """The last word about queue and prefill, if it was asked for."""
-        return self._mailbox.progress
-
-    @property
-    def num_unread_bytes(self) -> int:
-        return self._mailbox.num_unread_bytes
-
-    @property
-    def ended(self) -> bool:
-        """Whether `last` is the terminal delta."""
-        return self._mailbox.ended
-
-    async def result(self) -> Completion:
-        """Read to the end and return the whole answer."""
-        texts: list[str] = []
-        token_ids: list[int] = []
-        logprobs: list[Logprob] = []
-        prompt_logprobs: PromptLogprobs | None = None
-        last: Delta | None = None
-        async for last in self:
-            texts.append(last.text)
-            token_ids += last.token_ids
-            logprobs += last.logprobs
-            prompt_logprobs = last.prompt_logprobs if prompt_logprobs is None else prompt_logprobs
-        if last is None or last.finish_reason is None:
-            raise Aborted("the stream had been read or aborted before")
-        return Completion(
-            text="".join(texts),
-            token_ids=tuple(token_ids),
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            num_prompt_tokens=last.num_prompt_tokens,
-            num_cached_tokens=last.num_cached_tokens,
-            logprobs=tuple(logprobs),
-            prompt_logprobs=prompt_logprobs,
-            timings=last.timings,
-        )
 
 
 class AsyncLLM:
@@ -205,9 +84,7 @@ class AsyncLLM:
         self._inbox = inbox
         self._outbox = outbox
         self._mailboxes: dict[str, Mailbox] = {}
-        self._num_live_of: Counter[str] = Counter()  # by caller
-        self._rate = Rate()
-        self._num_sent_tokens = 0  # of all prompts put into the inbox
+        self.admission = Admission(outbox)
         self._finishing: set[str] = set()  # ended by a stop string; the engine's word is still to come
         self._empty = asyncio.Event()
         self._empty.set()
@@ -257,8 +134,8 @@ class AsyncLLM:
         Raises: as `submit`.
         """
         prompt_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
-        terms = _take_terms(fields)
-        return self.submit(prompt_ids, await self.compiled(_params(params, fields)), **terms)
+        terms = take_terms(fields)
+        return self.submit(prompt_ids, await self.compiled(as_params(params, fields)), **terms)
 
     async def choices(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> list[Stream]:
         """generate(), for each of `n` choices; or of `best_of`, for the caller to choose from.
@@ -266,17 +143,17 @@ class AsyncLLM:
         Raises: as `submit_choices`.
         """
         prompt_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
-        terms = _take_terms(fields)
-        return self.submit_choices(prompt_ids, await self.compiled(_params(params, fields)), **terms)
+        terms = take_terms(fields)
+        return self.submit_choices(prompt_ids, await self.compiled(as_params(params, fields)), **terms)
 
     async def chat(self, messages: Messages, params: SamplingParams | None = None, **fields: Any) -> Stream:
         """Answer a conversation through the model's chat template; keywords as in `generate`.
 
         Raises: as `submit`.
         """
-        terms = _take_terms(fields)
+        terms = take_terms(fields)
         prompt_ids = await self.encode_chat(messages)
-        return self.submit(prompt_ids, await self.compiled(_params(params, fields)), **terms)
+        return self.submit(prompt_ids, await self.compiled(as_params(params, fields)), **terms)
 
     # -- the parts --
 
@@ -380,22 +257,20 @@ class AsyncLLM:
             InvalidRequest: naming the field; ContextTooLong among them.
             QueueFull, Draining, EngineDead: not now.
         """
-        params = _of_right_kinds(params)
+        params = of_right_kinds(params)
         if params.num_choices != 1:
             message = "a stream is one answer: submit_choices() makes several"
             raise InvalidRequest(message, "n" if params.n != 1 else "best_of")
         return self._submit(prompt_ids, params, terms)
 
-    def submit_choices(
-        self, prompt_ids: Sequence[int], params: SamplingParams, **terms: Unpack[Terms]
-    ) -> list[Stream]:
+    def submit_choices(self, prompt_ids: Sequence[int], params: SamplingParams, **terms: Unpack[Terms]) -> list[Stream]:
         """submit(), for each of the n choices of a prompt, or of the best_of among which to choose.
 
         They share the prompt's computation as equal prompts do. With a seed, choice i has seed + i.
 
         Raises: as submit(); then none of them is in the engine.
         """
-        params = _of_right_kinds(params)
+        params = of_right_kinds(params)
         if problem := params.problem(self.limits):
             raise InvalidRequest(problem.message, problem.param)
         streams: list[Stream] = []
@@ -414,18 +289,17 @@ class AsyncLLM:
         self.check_open()
         if params.grammar is not None and not hasattr(params.grammar, "matcher"):
             raise InvalidRequest("a grammar is compiled first: await compiled(params)", "grammar")
-        submission = self._submission(_ids(prompt_ids), params)
-        shown = terms.get("shown", ())
-        if len(terms) > ("shown" in terms):
-            submission = _with_terms(submission, terms)
-        self._check_backlog(submission)
+        submission = make_submission(prompt_ids, params, terms, self.limits, self.tokenizer)
+        self.admission.check_backlog(submission, self.limits)
         if problem := submission.problem(self.limits):
             raise InvalidRequest(problem.message, problem.param)
-        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens, shown=shown)
+        detokenizer = self.tokenizer.detokenizer(
+            skip_special_tokens=params.skip_special_tokens, shown=terms.get("shown", ())
+        )
         matcher = _matcher(params.stop, include=params.include_stop_str_in_output)
         mailbox = Mailbox(submission, detokenizer, matcher, self.pace)
         self._mailboxes[submission.request_id] = mailbox  # before the engine can answer
-        self._num_live_of[submission.caller] += 1
+        self.admission.enter(submission)
         if self._empty.is_set():
             self._busy_since_s = submission.arrival_s
         self._empty.clear()
@@ -434,7 +308,7 @@ class AsyncLLM:
         except QueueFull:
             self._forget(submission.request_id)
             raise
-        self._num_sent_tokens += len(submission.prompt_ids)
+        self.admission.sent(submission)
         return Stream(self, mailbox)
 
     def update(
@@ -538,31 +412,6 @@ class AsyncLLM:
 
     # -- inside --
 
-    def _submission(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> Submission:
-        num_prompt = len(prompt_ids)
-        if num_prompt > self.limits.max_prompt_len:
-            raise context_too_long(self.limits.max_prompt_len, num_prompt)
-        room = self.limits.max_model_len - num_prompt
-        eos_ids = () if params.ignore_eos else tuple(self.tokenizer.eos_ids)
-        return Submission(
-            request_id=secrets.token_hex(12),
-            prompt_ids=prompt_ids,
-            params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            stop_ids=(*eos_ids, *params.stop_token_ids),
-            arrival_s=time.monotonic(),
-            caller=CALLER.get().name,
-            cache_salt=_salt(""),
-            deadline_s=_deadline_s(None),
-            bad_ids=self._spelled(params.bad_words) if params.bad_words else (),
-        )
-
-    def _spelled(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Cut to what problem() lets pass, for it has not looked yet."""
-        spellings = [self.tokenizer.word_ids(word[:MAX_STOP_CHARS]) for word in words[:MAX_BAD_WORDS]]
-        return tuple([ids for found in spellings for ids in sorted(found)])
-
     def check_open(self) -> None:
         """Whether a request sent now would be taken.
 
@@ -573,47 +422,7 @@ class AsyncLLM:
             raise copy.copy(self.dead)
         if self.draining:
             raise Draining("the server is stopping")
-        num_places = self.limits.max_running + self.limits.max_waiting
-        num_free = num_places - len(self._mailboxes)
-        if num_free <= 0:
-            raise self._full(f"{len(self._mailboxes)} requests are running or waiting")
-        if caller := CALLER.get().name:
-            # An even share is anybody's, and there may always be one more who comes; beyond it, as much must be free.
-            num_own, num_callers = self._num_live_of[caller], len(self._num_live_of)
-            if num_own >= num_places // max(2, num_callers) and num_own > num_free:
-                raise self._full(f"{num_own} requests of this key are here already, and {num_free} places are left")
-        wait_s = self.expected_wait_s
-        if self.limits.queue_timeout_s and wait_s > self.limits.queue_timeout_s:
-            raise self._full(f"a place would come up in about {wait_s:.0f} s")
-
-    def _check_backlog(self, submission: Submission) -> None:
-        """What its size says against it. Alone in the queue, anything that fits the pool may wait.
-
-        Raises:
-            QueueFull: too many tokens wait.
-        """
-        stats, num_tokens = self.stats, len(submission.prompt_ids)
-        # What the engine has not yet taken from the inbox waits too.
-        backlog = stats.num_waiting_tokens + self._num_sent_tokens - stats.num_taken_tokens
-        if backlog and backlog + num_tokens > self.limits.max_waiting_tokens:
-            raise self._full(f"prompts of {backlog} tokens are waiting")
-
-    def _full(self, why: str) -> QueueFull:
-        error = QueueFull(f"{why}; try again later")
-        error.retry_after_s = max(1.0, self.expected_wait_s)
-        return error
-
-    def _note_rate(self, last: Delta) -> None:
-        if not self.stats.num_waiting:
-            self._rate.clear()
-        elif last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._rate.add()
-
-    @property
-    def expected_wait_s(self) -> float:
-        """How long the queue takes at the rate at which requests have ended lately; 0 while that is not known."""
-        rate = self._rate.value
-        return self.stats.num_waiting / rate if rate else 0.0
+        self.admission.check_room(self.limits)
 
     async def _run(self, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
         if num_chars <= INLINE_CHARS:
@@ -697,158 +506,12 @@ class AsyncLLM:
 
     def _forget(self, request_id: str) -> None:
         mailbox = self._mailboxes.pop(request_id)
-        caller = mailbox.submission.caller
-        self._num_live_of[caller] -= 1
-        if not self._num_live_of[caller]:
-            del self._num_live_of[caller]
+        self.admission.leave(mailbox.submission)
         if mailbox.last is not None and mailbox.ended:
             self.totals.add(mailbox.last)
-            self._note_rate(mailbox.last)
+            self.admission.note_end(mailbox.last)
         if not self._mailboxes:
             self._empty.set()
-
-
-class LLM:
-    """The blocking face: made by `asyncllm.load`, for scripts and notebooks without a running loop."""
-
-    def __init__(self, opening: AbstractAsyncContextManager[AsyncLLM]) -> None:
-        self._opening = opening
-        self._runner = asyncio.Runner()
-        try:
-            self._llm = self._runner.run(opening.__aenter__())
-        except BaseException:
-            self._runner.close()
-            raise
-
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **fields: Any
-    ) -> list[Completion]:
-        """Complete every prompt, batched as the engine sees fit; answers in the order of the prompts, `n` to each.
-
-        Raises: as AsyncLLM.submit; the first error ends them all.
-        """
-        if isinstance(prompts, str):
-            raise InvalidRequest("prompts must be a list; generate([prompt]) takes one", "prompts")
-        terms = _take_terms(fields)
-        params = _params(params, fields)
-        if params.num_choices > 1:
-            return self._runner.run(self._choose(prompts, params, terms))
-        ask = self._llm.generate
-        return self._runner.run(self._gather([partial(ask, prompt, params, **terms) for prompt in prompts]))
-
-    def chat(
-        self, conversations: Sequence[Messages], params: SamplingParams | None = None, **fields: Any
-    ) -> list[Completion]:
-        """Answer every conversation through the model's chat template."""
-        ask = self._llm.chat
-        return self._runner.run(self._gather([partial(ask, messages, params, **fields) for messages in conversations]))
-
-    async def _choose(self, prompts: Sequence[Prompt], params: SamplingParams, terms: Terms) -> list[Completion]:
-        """A choice is a request of its own: as many prompts at a time as the engine takes choices of."""
-        num_choices, n = params.num_choices, params.n
-        if num_choices > n and params.logprobs is None:
-            params = msgspec.structs.replace(params, logprobs=0)
-        limits, answers = self._llm.limits, list[Completion]()
-        most = max(1, (limits.max_running + limits.max_waiting) // num_choices)
-        for i in range(0, len(prompts), most):
-            asked = [await self._llm.choices(prompt, params, **terms) for prompt in prompts[i : i + most]]
-            answers += [await stream.result() for streams in asked for stream in streams]
-        return likeliest(answers, n, num_choices) if num_choices > n else answers
-
-    async def _gather(self, requests: list[Callable[[], Awaitable[Stream]]]) -> list[Completion]:
-        limits = self._llm.limits
-        room = asyncio.Semaphore(limits.max_running + limits.max_waiting)
-
-        async def complete(request: Callable[[], Awaitable[Stream]]) -> Completion:
-            async with room, await request() as stream:
-                return await stream.result()
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(complete(request)) for request in requests]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
-
-    def close(self) -> None:
-        """End the engine and free its memory. Idempotent."""
-        opening, self._opening = self._opening, None  # type: ignore[assignment]
-        if opening is not None:
-            self._runner.run(opening.__aexit__(None, None, None))
-            self._runner.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
-def likeliest(answers: list[Completion], num_told: int, num_choices: int) -> list[Completion]:
-    """Of each prompt's choices the best by mean log probability, the best first."""
-    groups = [answers[i : i + num_choices] for i in range(0, len(answers), num_choices)]
-    return [answer for group in groups for answer in sorted(group, key=_mean_logprob, reverse=True)[:num_told]]
-
-
-def _mean_logprob(answer: Completion) -> float:
-    return sum([entry.logprob for entry in answer.logprobs]) / max(1, len(answer.logprobs))
-
-
-def _params(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
-    """Either a SamplingParams or its fields; a field of the wrong kind is told by name."""
-    if params is not None and fields:
-        raise InvalidRequest(f"give params or {', '.join(fields)}, not both", next(iter(fields)))
-    if unknown := [name for name in fields if name not in SamplingParams.__struct_fields__]:
-        known = ", ".join(SamplingParams.__struct_fields__)
-        raise InvalidRequest(f"unknown sampling parameter {unknown[0]!r}; known are {known}", unknown[0])
-    try:
-        return params or msgspec.convert(fields, SamplingParams)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error), next(iter(fields))) from None
-
-
-_MAX_TIMEOUT_S = 86_400.0
-_MAX_PRIORITY = 2**31
-
-
-def _take_terms(fields: dict[str, Any]) -> Terms:
-    """The keywords that are submit()'s own; they leave `fields`."""
-    return {name: fields.pop(name) for name in Terms.__annotations__ if name in fields}  # type: ignore[return-value]
-
-
-def _with_terms(submission: Submission, terms: Terms) -> Submission:
-    timeout_s = terms.get("timeout_s")
-    return msgspec.structs.replace(
-        submission,
-        wants_progress=terms.get("wants_progress", False),
-        priority=_checked_priority(terms.get("priority", 0)),
-        deadline_s=_deadline_s(None if timeout_s is None else _checked_timeout(timeout_s)),
-        cache_salt=_salt(terms.get("cache_salt", "")),
-    )
-
-
-def _deadline_s(timeout_s: float | None) -> float | None:
-    """By the request's word and its caller's, whichever is sooner."""
-    given = [one for one in (timeout_s, CALLER.get().timeout_s) if one is not None]
-    return time.monotonic() + min(given) if given else None
-
-
-def _salt(theirs: str) -> str:
-    """Callers share no pages: how fast a prompt is answered would tell one what another had asked."""
-    name = CALLER.get().name
-    return f"{name}\n{theirs}" if name or theirs else ""  # a name has no line in it
-
-
-def _checked_timeout(timeout_s: float) -> float:
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _MAX_TIMEOUT_S:  # NaN fails
-        raise InvalidRequest(f"'timeout' must be above 0 and at most {_MAX_TIMEOUT_S:g} seconds", "timeout")
-    return timeout_s
-
-
-def _checked_priority(priority: int) -> int:
-    if not isinstance(priority, int) or not -_MAX_PRIORITY <= priority <= _MAX_PRIORITY:
-        raise InvalidRequest(f"'priority' must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY}", "priority")
-    return priority
 
 
 def _matcher(stop: Sequence[str], *, include: bool) -> StopMatcher | None:
@@ -858,31 +521,3 @@ def _matcher(stop: Sequence[str], *, include: bool) -> StopMatcher | None:
 def _num_chars(messages: Messages) -> int:
     """Enough to tell a short conversation from a long one, everything in it counted by its repr."""
     return INLINE_CHARS + 1 if len(messages) > INLINE_MESSAGES else sum(len(str(message)) for message in messages)
-
-
-def _ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
-    """Plain ints, whatever kind of sequence they come in; in C, as a prompt may have 100,000.
-
-    Raises:
-        InvalidRequest: something else is among them.
-    """
-    try:
-        if isinstance(prompt_ids, str | bytes | bytearray):
-            raise TypeError("a prompt is a str or a sequence of token ids")
-        return tuple(array("q", prompt_ids))
-    except (TypeError, OverflowError) as error:
-        raise InvalidRequest(f"the prompt's token ids must be integers: {error}", "prompt") from None
-
-
-def _of_right_kinds(params: SamplingParams) -> SamplingParams:
-    """A struct made by hand is not checked by msgspec: an int where a float may stand, a str where a tuple must not.
-
-    Raises:
-        InvalidRequest: naming the field.
-    """
-    fields = msgspec.structs.asdict(params)
-    try:
-        return msgspec.convert(fields, SamplingParams)
-    except msgspec.ValidationError as error:
-        name = re.search(r"\$\.(\w+)", str(error))
-        raise InvalidRequest(str(error), name and name[1]) from None

@@ -3,43 +3,13 @@
 Loop thread: it counts, /metrics reads. It never knows Prometheus.
 """
 
-import math
-import time
 from collections import Counter
 
 from .pace import Histogram
 from .types import Delta, FinishReason
 
-RATE_S = 15.0
-_ENOUGH = 10
 _TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
 _REQUEST_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-
-
-class Rate:
-    """Answers a second while others wait, over about the last RATE_S seconds: what the engine can do."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Nobody waits: what is answered now says how much is asked for, not how much could be."""
-        self._weight = 0.0
-        self._last_s = self._first_s = 0.0
-
-    def add(self) -> None:
-        now_s = time.monotonic()
-        self._first_s = self._first_s or now_s
-        self._weight = self._weight * math.exp((self._last_s - now_s) / RATE_S) + 1
-        self._last_s = now_s
-
-    @property
-    def value(self) -> float:
-        """0 until there have been enough to tell."""
-        now_s = time.monotonic()
-        seen_s = RATE_S * (1 - math.exp((self._first_s - now_s) / RATE_S))  # of a short life, what it can weigh
-        weight = self._weight * math.exp((self._last_s - now_s) / RATE_S)
-        return weight / seen_s if weight > _ENOUGH and seen_s > 0 else 0.0
 
 
 class Totals:

@@ -15,7 +15,8 @@ import msgspec
 from aiohttp import web
 
 from ..errors import AsyncLLMError, InvalidRequest, ModelNotFound
-from ..llm import AsyncLLM, Stream, likeliest
+from ..llm import AsyncLLM
+from ..stream import Stream, likeliest
 from ..types import Completion, SamplingParams
 from ..wire import replies, requests, sse
 from ..wire.formats import grammar_spec

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ..errors import Aborted, AsyncLLMError
-from ..llm import Stream
+from ..stream import Stream
 from ..types import CALLER, FinishReason, Logprob, Progress
 from ..wire import items
 from ..wire.items import CONTENT, REASONING, Logprobs, Piece

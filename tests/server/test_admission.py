@@ -64,12 +64,12 @@ async def test_tokens_still_in_the_inbox_count(serve: Serve) -> None:
     async with serve(endless, **LONG, max_running=1, max_waiting=64) as served:
         served.runner.hold()
         tasks = await fill(served, 1)
-        sent = served.llm._num_sent_tokens
+        sent = served.llm.admission.num_sent_tokens
         tasks += await fill(served, 5)
-        assert served.llm._num_sent_tokens == sent + 50
+        assert served.llm.admission.num_sent_tokens == sent + 50
         for wrong in ({"temperature": 3}, {"prompt": [5] * 20_000}, {"stop_token_ids": [10**6]}):
             assert (await served.complete(**({"prompt": "x"} | wrong))).status == 400
-        assert served.llm._num_sent_tokens == sent + 50  # what is refused was never sent
+        assert served.llm.admission.num_sent_tokens == sent + 50  # what is refused was never sent
         served.runner.let_go()
         await leave(tasks)
         await served.idle()
@@ -114,7 +114,7 @@ async def test_a_caller_leaves_places_to_others(serve: Serve) -> None:
         for stream in streams:
             stream.abort()
         await served.idle()
-        assert not served.llm._num_live_of
+        assert not served.llm.admission.num_live_of
 
 
 async def test_callers_share_no_pages(serve: Serve) -> None:
@@ -129,16 +129,16 @@ async def test_callers_share_no_pages(serve: Serve) -> None:
 
 async def test_the_rate_is_known_only_while_others_wait(serve: Serve) -> None:
     async with serve("Hi.", max_running=1, max_waiting=64) as served:
-        assert served.llm.expected_wait_s == 0
+        assert served.llm.admission.expected_wait_s == 0
         for _ in range(20):
             await served.complete(max_tokens=1)
-        assert served.llm.expected_wait_s == 0  # nobody has waited: this was no measure of what it can do
+        assert served.llm.admission.expected_wait_s == 0  # nobody has waited: this was no measure of what it can do
         served.runner.hold()
         tasks = [asyncio.create_task(served.complete(max_tokens=1)) for _ in range(60)]
         await until(lambda: served.llm.num_live == 60)
         served.runner.hold(permits=40)
         await until(lambda: 0 < served.llm.num_live < 40)
-        assert served.llm.expected_wait_s > 0
+        assert served.llm.admission.expected_wait_s > 0
         served.runner.let_go()
         await asyncio.gather(*tasks)
         await served.idle()
