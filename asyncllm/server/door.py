@@ -9,7 +9,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import http_parser, web
+from aiohttp import EMPTY_PAYLOAD, StreamReader, http_parser, web
+from aiohttp.web_protocol import _ErrInfo
 
 from ..wire.errors import error_body
 from .settings import Settings
@@ -50,7 +51,7 @@ class Doors:
 class Door(web.RequestHandler):
     """aiohttp's protocol of one connection, with a bound on unfinished heads and errors as OpenAI has them."""
 
-    __slots__ = ("_are_masked", "_doors", "_head_timer", "_masks", "_turned_away")
+    __slots__ = ("_are_masked", "_body", "_doors", "_head_timer", "_masks", "_turned_away")
 
     def __init__(self, doors: Doors, manager: web.Server, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
@@ -58,6 +59,7 @@ class Door(web.RequestHandler):
         self._head_timer: asyncio.TimerHandle | None = None
         self._masks, self._are_masked = Masks(), True
         self._turned_away = False
+        self._body: StreamReader = EMPTY_PAYLOAD  # of the newest request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._doors.num_open >= self._doors.max_open:
@@ -81,6 +83,12 @@ class Door(web.RequestHandler):
             self._take_frames(data)
             return
         super().data_received(data)
+        if self._messages:
+            message, body = self._messages[-1]
+            if isinstance(message, _ErrInfo):
+                self._break_body()
+            else:
+                self._body = body
         if self._upgraded:
             self._masks = Masks()
             self._are_masked = self._masks.are_set(self._message_tail)
@@ -107,6 +115,16 @@ class Door(web.RequestHandler):
         response.headers["Server"] = "asyncllm"
         response.force_close()
         return response
+
+    def _break_body(self) -> None:
+        """What is no HTTP came inside of a body: its reader hears at once, and gives the one answer to both. aiohttp
+        keeps an error behind the request, whose reader would wait for the rest until the time for bodies is over."""
+        if self._body.is_eof():  # it came behind a whole request, and is answered behind it
+            return
+        self._messages.pop()
+        self._body.set_exception(web.RequestPayloadError("the body's framing is broken"))
+        self._lingering_time = 0.0  # nothing more is read, so there is nothing to wait for
+        self.close()
 
     def _take_frames(self, data: bytes) -> None:
         """Before the upgrade is accepted what comes may be a request, and is: aiohttp keeps it until it knows."""

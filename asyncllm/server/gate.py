@@ -47,8 +47,8 @@ async def read_body(request: web.Request) -> bytes:
     Raises:
         BodyTooLarge: by Content-Length before a byte is read, or while reading.
         RateLimited: the caller has asked too often.
-        InvalidRequest: the body broke off or was framed wrongly.
-        web.HTTPException: 403 from a foreign page, 415 for another content type, 408 for a body that is too slow.
+        web.HTTPException: 400 for a body that broke off or is framed wrongly, 403 from a foreign page, 415 for another
+            content type, 408 for a body that is too slow.
     """
     settings = request.app[SETTINGS]
     check_origin(request)
@@ -64,7 +64,7 @@ async def read_body(request: web.Request) -> bytes:
     except web.HTTPRequestEntityTooLarge:
         raise _too_large(settings) from None
     except web.RequestPayloadError:
-        raise InvalidRequest("the body could not be read: it broke off or is framed wrongly") from None
+        raise web.HTTPBadRequest(text="the body could not be read: it broke off or is framed wrongly") from None
     check_density(body, request.app[LLM].limits)
     return body
 
@@ -145,13 +145,13 @@ def error_response(error: Exception) -> web.Response:
 def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamResponse:
     if error.status < 400:
         raise error
-    ours = error.status in (403, 408, 415)  # raised here, with a sentence
+    ours = error.status in (400, 403, 408, 415)  # raised here, with a sentence
     message = error.text if ours else f"{error.reason}: {request.method} {request.path[:200]}"
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     headers = {"Allow": allow} if (allow := error.headers.get("Allow")) else {}
     code = error.reason.lower().replace(" ", "_")
     response = _json(error.status, error_body(message or error.reason, kind, code=code), headers)
-    if error.status == 408:
+    if error.status in (400, 408):
         response.force_close()  # the rest of the body may come yet, and is no request
     return response
 

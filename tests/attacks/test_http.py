@@ -69,6 +69,18 @@ def test_broken_chunks_are_refused(server: ServerProcess, chunks: str) -> None:
     assert [reply.status for reply in answers] == [400] and answers[0].error
 
 
+@pytest.mark.parametrize("chunks", BROKEN_CHUNKS.values(), ids=BROKEN_CHUNKS.keys())
+def test_broken_chunks_are_refused_when_they_come_alone(server: ServerProcess, chunks: str) -> None:
+    """Their head has been read, and somebody waits for the body: no later than they are seen to be broken."""
+    with Raw(server) as raw:
+        raw.send(f"{POST}Transfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n")
+        raw.until(b"100 Continue\r\n\r\n")
+        raw.send(f"{chunks}{HIDDEN}")
+        answers = replies(raw.rest())
+    assert [reply.status for reply in answers] == [400] and answers[0].error
+    assert answers[0].headers["connection"] == "close"
+
+
 def test_one_escaped_line_a_malformed_request(server: ServerProcess) -> None:
     seen = len(server.stderr().splitlines())
     with Raw(server) as raw:
