@@ -125,7 +125,7 @@ async def running(
             max_step_tokens=config.max_step_tokens,
             max_mixed_tokens=sized.max_mixed_tokens or None,
             prefix_cache=config.prefix_cache,
-            masker=None if llm.grammars is None else llm.grammars.masker(_mask_threads()),
+            masker=None if llm.words.grammars is None else llm.words.grammars.masker(_mask_threads()),
         )
         return Engine(scheduler, runner, inbox, outbox, overlap=config.overlap)
 

@@ -12,9 +12,10 @@ from typing import Any, Self
 import msgspec
 
 from .errors import InvalidRequest
-from .llm import AsyncLLM, Messages, Prompt
+from .llm import AsyncLLM, Prompt
 from .stream import Stream, likeliest
 from .submission import Terms, as_params, take_terms
+from .text.words import Messages
 from .types import Completion, SamplingParams
 
 

@@ -4,22 +4,13 @@ Loop thread. It never knows the engine, nor how ids become text.
 """
 
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import Self
 
 from .errors import Aborted
 from .mailbox import Mailbox
 from .pace import Reader
+from .registry import Registry
 from .types import Completion, Delta, Logprob, Progress, PromptLogprobs
-
-
-class Registry(Protocol):
-    """Who keeps the mailboxes."""
-
-    def abort(self, request_id: str) -> None:
-        """End a request, if it has not ended."""
-
-    def abort_soon(self, request_id: str) -> None:
-        """The same, from any thread."""
 
 
 class Stream:

@@ -154,7 +154,7 @@ async def test_a_bug_in_delivery_is_an_engines_death(tokenizer: Tokenizer, monke
         def broken(entries: object) -> None:
             raise TypeError("bug")
 
-        monkeypatch.setattr(llm, "_deliver", broken)
+        monkeypatch.setattr(llm._registry, "_deliver", broken)
         stream = await llm.generate("Hi", ignore_eos=True)
         with pytest.raises(EngineDead):
             await stream.result()

@@ -52,7 +52,7 @@ def parting(llm: AsyncLLM, body: ChatRequest, prompt_ids: Sequence[int], use: To
         InvalidRequest: tools for a model whose calls would not be found.
     """
     new_parser = partial(
-        llm.answer_parser,
+        llm.words.answer_parser,
         prompt_ids,
         None if use is None else use.names,
         one_call=use is not None and use.one_call,

@@ -11,8 +11,9 @@ from typing import Any
 from aiohttp import web
 
 from ..errors import ContextTooLong, InvalidRequest
-from ..llm import INLINE_CHARS, AsyncLLM
+from ..llm import AsyncLLM
 from ..text.tokenizer import token_text
+from ..text.words import INLINE_CHARS
 from ..wire.messages import template_messages
 from ..wire.tokens import TokenizeRequest, as_chat, decode_detokenize, decode_embedding, decode_tokenize
 from ..wire.tools import tool_use

@@ -249,7 +249,7 @@ async def test_sse_3_an_abort_from_elsewhere_is_told(serve: Serve) -> None:
         raw = await served.connect()
         await raw.send(CHAT, json.dumps({"messages": HI, "stream": True}).encode())
         await raw.events(1)
-        for request_id in list(served.llm._mailboxes):
+        for request_id in list(served.llm._registry.mailboxes):
             served.llm.abort(request_id)
         rest = await raw.rest()
         assert b'"code":"aborted"' in rest
