@@ -123,7 +123,7 @@ async def running(
             page_size=config.page_size,
             num_pages=sized.num_pages,
             max_step_tokens=config.max_step_tokens,
-            max_mixed_tokens=sized.max_mixed_tokens or None,
+            max_mixed_tokens=sized.max_mixed_tokens,
             prefix_cache=config.prefix_cache,
             masker=None if llm.words.grammars is None else llm.words.grammars.masker(_mask_threads()),
         )

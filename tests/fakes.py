@@ -239,7 +239,7 @@ class House:
             page_size=config.page_size,
             num_pages=config.num_pages,
             max_step_tokens=config.max_step_tokens,
-            max_mixed_tokens=config.max_mixed_tokens or None,
+            max_mixed_tokens=config.max_mixed_tokens,
             prefix_cache=config.prefix_cache,
             masker=_masker(),
         )

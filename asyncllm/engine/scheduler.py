@@ -31,13 +31,13 @@ class Scheduler:
         page_size: int,
         num_pages: int,
         max_step_tokens: int,
-        max_mixed_tokens: int | None = None,
-        prefix_cache: bool = True,
-        masker: Masker | None = None,
+        max_mixed_tokens: int,  # of a step in which answers go on beside prompts; 0: as of any
+        prefix_cache: bool,
+        masker: Masker | None,
     ) -> None:
         self.limits = limits
         self.max_step_tokens = max_step_tokens
-        self.max_mixed_tokens = max_step_tokens if max_mixed_tokens is None else max_mixed_tokens
+        self.max_mixed_tokens = max_mixed_tokens or max_step_tokens
         self.cache = Cache(num_pages, page_size, shares_prefixes=prefix_cache)
         self.roster = Roster(self.cache, limits.max_running)
         self._matching = Matching(masker)

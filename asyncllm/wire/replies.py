@@ -54,7 +54,7 @@ def chat_reply(head: Head, answers: list[Completion]) -> bytes:
 
 def messages_reply(head: Head, answers: list[Completion], messages: list[Message]) -> bytes:
     """A chat.completion whose messages are made already."""
-    choices = [_chat_choice(i, *choice) for i, choice in enumerate(zip(answers, messages, strict=True))]
+    choices = [_chat_choice(i, message) for i, message in enumerate(messages)]
     num_reasoning = sum([message.num_reasoning_tokens for message in messages])
     return _reply(head, "chat.completion", choices, answers, num_reasoning)
 
@@ -149,7 +149,7 @@ def _message(answer: Completion) -> Message:
     return Message({"role": "assistant", "content": answer.text, "refusal": None}, answer.finish_reason.value)
 
 
-def _chat_choice(index: int, answer: Completion, message: Message) -> dict[str, object]:
+def _chat_choice(index: int, message: Message) -> dict[str, object]:
     return {"index": index, "message": message.body, "logprobs": None, "finish_reason": message.finish_reason}
 
 
