@@ -103,6 +103,7 @@ async def test_what_is_wrong_is_told_before_the_engine_hears_of_it(tokenizer: To
             ({"temperature": 3}, "temperature"), ({"top_p": float("nan")}, "top_p"), ({"n": 2}, "n"),
             ({"logprobs": 21}, "logprobs"), ({"stop": [""]}, "stop[0]"), ({"max_tokens": 0}, "max_tokens"),
             ({"stop_token_ids": [9999]}, "stop_token_ids[0]"), ({"no_such": 1}, "no_such"), ({"seed": "x"}, "seed"),
+            ({"top_k": 5, "temperature": "hot"}, "temperature"),
         ):  # fmt: skip
             with pytest.raises(InvalidRequest) as caught:
                 await llm.generate("Hi", **fields)
