@@ -1,4 +1,4 @@
-"""What README.md and docs/ name is there: flags, targets of make, files, headings, and Python that compiles."""
+"""What README.md and docs/ name is there: flags, targets of make, files, headings, modules, Python that compiles."""
 
 import argparse
 import ast
@@ -53,3 +53,9 @@ def test_links(page: Path) -> None:
 def test_python(page: Path) -> None:
     for code in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         compile(code, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_the_house_is_drawn_as_it_stands() -> None:
+    drawn = set(re.findall(r"[├└ ] ?(?:── )?([a-z][a-z0-9]*(?:\.py|/))(?= )", (ROOT / "README.md").read_text()))
+    there = {path.name + "/" * path.is_dir() for path in (ROOT / "asyncllm").iterdir() if path.name[0] not in "_."}
+    assert drawn - {"asyncllm/"} == there - {"py.typed"}

@@ -92,6 +92,19 @@ async def test_stop_2_no_beginning_of_a_stop_slips_out(serve: Serve) -> None:
         await served.idle()
 
 
+async def test_a_token_goes_out_before_the_next_is_made(serve: Serve) -> None:
+    async with serve(endless) as served:
+        served.runner.hold()
+        raw = await served.connect()
+        await raw.send(TEXT, json.dumps({"prompt": "x", "stream": True, "max_tokens": 9}).encode())
+        for letter in "abcdefghi":
+            served.runner.hold(permits=1)
+            await raw.events(1)
+            assert f'"text":"{letter}"'.encode() in await raw.reader.readuntil(b"\n\n")
+        raw.leave()
+        await served.idle()
+
+
 async def test_stop_2_what_cannot_become_a_stop_is_not_held_back(serve: Serve) -> None:
     async with serve(endless) as served:
         served.runner.hold(permits=3)
