@@ -39,15 +39,13 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None  # a label: there is no padding
 
 
-class ChatRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/chat/completions, the fields that are served."""
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """The fields that chat and completions share."""
 
-    messages: list[Message]
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Int | None = None
-    max_completion_tokens: Int | None = None  # beats max_tokens
     min_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -73,6 +71,22 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     timeout: float | None = None  # seconds
     request_id: str | None = None  # the end of the answer's id
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None  # Lark, or EBNF
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """POST /v1/chat/completions, the fields that are served."""
+
+    messages: list[Message]
+    max_completion_tokens: Int | None = None  # beats max_tokens
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     add_generation_prompt: bool | None = None
@@ -84,62 +98,15 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     separate_reasoning: bool | None = None  # false: the tags and what is between stay in the content
     include_reasoning: bool | None = None  # false: reasoning is not told
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None  # Lark, or EBNF
-    json_schema: dict[str, Any] | str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
 
 
-class CompletionRequest(msgspec.Struct, kw_only=True):
+class CompletionRequest(GenerationRequest, kw_only=True):
     """POST /v1/completions, the fields that are served."""
 
     prompt: str | list[str | Int | list[Int]]
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Int | None = None
-    min_tokens: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    seed: Int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    n: Int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[Int] | None = None
-    bad_words: list[str] | None = None
-    include_stop_str_in_output: bool | None = None
-    prompt_logprobs: Int | bool | None = None  # false is none
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # tokens in logprobs as "token_id:5"
-    priority: Int | None = None  # the lower goes first
-    cache_salt: str | None = None
-    timeout: float | None = None  # seconds
-    request_id: str | None = None  # the end of the answer's id
     best_of: Int | None = None
     logprobs: Int | bool | None = None  # false is none
     echo: bool | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None  # Lark, or EBNF
-    json_schema: dict[str, Any] | str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
 
 
 Request = TypeVar("Request")
@@ -331,7 +298,7 @@ def _biases(given: dict[str, float]) -> dict[int, float]:
     return biases
 
 
-def terms(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
+def terms(request: GenerationRequest) -> dict[str, Any]:
     """What the engine is told beside the sampling: priority, timeout_s and cache_salt, where they are given."""
     given = {"priority": request.priority, "timeout_s": request.timeout, "cache_salt": request.cache_salt}
     return {name: value for name, value in given.items() if value is not None}
@@ -351,7 +318,7 @@ def ending(request: ChatRequest) -> Literal["opening", "closed", "continued"]:
     return "continued"
 
 
-def answer_id(prefix: str, request: ChatRequest | CompletionRequest) -> str:
+def answer_id(prefix: str, request: GenerationRequest) -> str:
     """An id of the client's choice behind the route's prefix, or one of ours.
 
     Raises:
@@ -370,7 +337,7 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-def wants_usage(request: ChatRequest | CompletionRequest) -> tuple[bool, bool]:
+def wants_usage(request: GenerationRequest) -> tuple[bool, bool]:
     """Whether the stream ends with a usage chunk, and whether each chunk carries usage."""
     options: Any = request.stream_options or StreamOptions()
     return bool(options.include_usage), bool(options.continuous_usage_stats)
