@@ -14,7 +14,7 @@ from asyncllm import build
 from asyncllm.bridge import Deltas as Sent
 from asyncllm.bridge import Inbox, Outbox, Submit
 from asyncllm.config import EngineConfig
-from asyncllm.engine.batch import NO_TOKEN, Batch, StepResult
+from asyncllm.engine.batch import ALL_BARRED, Batch, StepResult
 from asyncllm.engine.loop import Engine
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.llm import AsyncLLM
@@ -118,7 +118,7 @@ class ScriptedRunner:
         token = self.next_token(context, int(self._prompt_len[slot]))
         if mask is not None:
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            token = int(allowed[np.searchsorted(allowed, token) % len(allowed)]) if len(allowed) else NO_TOKEN
+            token = int(allowed[np.searchsorted(allowed, token) % len(allowed)]) if len(allowed) else ALL_BARRED
         self._token_pool[slot, position] = token
         return token
 

@@ -108,7 +108,7 @@ class Logprobs(msgspec.Struct, frozen=True, eq=False):
 class StepResult(msgspec.Struct, frozen=True, eq=False):
     """The drawn tokens of one step, in the order of the rows that wanted one.
 
-    NO_TOKEN marks a row whose logits held no finite number.
+    NO_TOKEN marks a row whose logits were broken, ALL_BARRED one whose logits were all minus infinity.
     """
 
     step: int
@@ -118,6 +118,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
 
 
 NO_TOKEN = -1
+ALL_BARRED = -2
 
 
 class Launched(Protocol):

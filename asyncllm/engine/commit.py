@@ -6,9 +6,9 @@ GPU thread; numpy only. It never knows which steps come next.
 import time
 from collections.abc import Iterator
 
-from ..errors import AsyncLLMError
+from ..errors import AsyncLLMError, InvalidRequest
 from ..types import FinishReason, Logprob
-from .batch import NO_TOKEN, Logprobed, StepResult
+from .batch import ALL_BARRED, Logprobed, StepResult
 from .roster import Roster
 from .sequence import Sequence
 from .step import Step
@@ -73,7 +73,10 @@ def _commit_token(roster: Roster, sequence: Sequence, token_id: int, entries: It
     logprobs = (_logprob(token_id, wide, *next(entries)),) if wide >= 0 else ()
     if sequence.finish_reason is not None:
         return
-    if token_id == NO_TOKEN:
+    if token_id == ALL_BARRED and (names := _barring(sequence)):
+        roster.end(sequence, FinishReason.ERROR, error=_nothing_left(sequence, names))
+        return
+    if token_id < 0:
         _end_undrawn(roster, sequence)
         return
     sequence.append(token_id)
@@ -92,12 +95,19 @@ def _commit_token(roster: Roster, sequence: Sequence, token_id: int, entries: It
 def _end_undrawn(roster: Roster, sequence: Sequence) -> None:
     """There was nothing to draw from."""
     roster.cache.lose(sequence)  # its pages, and those it read, may hold the reason
-    error = AsyncLLMError(
-        "the model's output for this request was not a number"
-        if sequence.matcher is None
-        else "no token that the grammar allows is left by the request's other parameters"
-    )
+    error = AsyncLLMError("the model's output for this request was not a number")
     roster.end(sequence, FinishReason.ERROR, error=error)
+
+
+def _barring(sequence: Sequence) -> list[str]:
+    """What the request forbids tokens by. That it leaves none is its own doing, and its prefix is as good as it was."""
+    names = [name for name in ("allowed_token_ids", "bad_words") if getattr(sequence.params, name)]
+    return names + ["min_tokens"] * bool(sequence.params.min_tokens and sequence.submission.stop_ids)
+
+
+def _nothing_left(sequence: Sequence, names: list[str]) -> InvalidRequest:
+    told = " and ".join([*names, *["the form demanded of the answer"] * (sequence.matcher is not None)])
+    return InvalidRequest(f"{told} left no token to go on with, after {len(sequence.output_ids)}", names[0])
 
 
 def _logprob(token_id: int, num_top: int, logprob: float, ids: list[int], values: list[float]) -> Logprob:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..bridge import Told
 from ..types import Delta, FinishReason, Logprob, Matcher, PromptLogprobs, SamplingParams, Submission, Timings
-from .batch import NO_TOKEN, Logprobs, NewRow, Shaping
+from .batch import ALL_BARRED, NO_TOKEN, Logprobs, NewRow, Shaping
 from .radix import Node
 
 
@@ -34,7 +34,7 @@ class Sequence:
         self.final_len = self.prompt_len + submission.max_tokens
         self._prompt_ids = np.array(submission.prompt_ids, np.int32)
         self.output_ids: list[int] = []  # a list: appending to it takes a tenth of an array's assignment
-        self.ending_ids = (NO_TOKEN, *submission.stop_ids)
+        self.ending_ids = (NO_TOKEN, ALL_BARRED, *submission.stop_ids)
         self.committed_len = self.prompt_len
         self.cached_len = 0  # of the first admission: what the client is told
         self.computed_len = 0

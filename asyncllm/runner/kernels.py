@@ -264,8 +264,9 @@ def _draw_row(
     winner = tl.argmax(value, 0, tie_break_left=True)
     token_id = tl.max(tl.where(block == winner, tl.load(best_id + at, mask=inside, other=0), 0), 0)
     broken = is_nan | (overall == float("inf")) | (overall == float("-inf"))
+    undrawn = tl.where(is_nan | (overall == float("inf")), -1, -2)  # NO_TOKEN, ALL_BARRED
     output = tl.load(meta + H_OUTPUT)
-    tl.store(outputs + output * max_rows + row, tl.where(broken, -1, token_id))  # -1: NO_TOKEN
+    tl.store(outputs + output * max_rows + row, tl.where(broken, undrawn, token_id))
     # The pool takes a harmless id where there is none: the row may be in the next step already.
     tl.store(token_pool + slot * max_len + position, tl.where(broken, 0, token_id))
     if COUNT:

@@ -242,7 +242,7 @@ class ModelRunner:
             mask.apply(logits)
         drawn = out[: tail.num_rows]
         drawn.copy_(pick(logits, tail.banned, tail.draw))
-        # The pool takes a harmless id where there is NO_TOKEN: the row may be in the next step already.
+        # The pool takes a harmless id where none was drawn: the row may be in the next step already.
         pool.view(-1).index_copy_(0, tail.drawn_at, drawn.clamp_min(0))
         if tail.counted is not None and self._counts is not None:
             tail.counted.add(drawn, self._counts)

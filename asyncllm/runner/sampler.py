@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attention.base import Int64, Put
-from ..engine.batch import NO_TOKEN
+from ..engine.batch import ALL_BARRED, NO_TOKEN
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # Philox4x32's multipliers
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # and the key's increments
@@ -76,7 +76,7 @@ def put_floats(values: NDArray[np.float64], put: Put) -> Tensor:
 
 
 def pick(logits: Tensor, banned: Tensor | None, draw: Draw | None) -> Tensor:
-    """One token a row; NO_TOKEN where a row holds NaN or no finite number.
+    """One token a row; NO_TOKEN where a row holds NaN or an infinite logit, ALL_BARRED where nothing else is left.
 
     logits: [num_rows, num_tokens], overwritten at `banned` ([n] int64, places in the flat logits).
     Returns [num_rows] int64, device.
@@ -86,7 +86,8 @@ def pick(logits: Tensor, banned: Tensor | None, draw: Draw | None) -> Tensor:
     largest, ids = logits.max(dim=-1)  # the lowest id among equals; NaN is the largest of all
     if draw is not None:
         ids.index_copy_(0, draw.at, sample(logits.index_select(0, draw.at), draw))
-    return torch.where(largest.isfinite(), ids, NO_TOKEN)
+    undrawn = torch.where(largest == -math.inf, ALL_BARRED, NO_TOKEN)
+    return torch.where(largest.isfinite(), ids, undrawn)
 
 
 def sample(logits: Tensor, draw: Draw) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncllm.device.cpu import CpuDevice
-from asyncllm.engine.batch import NO_TOKEN, Batch, NewRow
+from asyncllm.engine.batch import ALL_BARRED, NO_TOKEN, Batch, NewRow
 from asyncllm.runner import kernels as k
 from asyncllm.runner.frame import KINDS, Frame, Kind, Packed, Packer, Shape
 from asyncllm.runner.masks import Mask
@@ -234,7 +234,7 @@ def test_masked_rows_among_others_and_what_no_mask_leaves() -> None:
     masks = {1: mask_of([NUM_TOKENS - 1]), 4: mask_of(range(31, 65)), 6: mask_of([])}
     drawn, kind = house.step(mixed_rows(), logits(8, 0), masks)
     assert kind == Kind(True, True, True, True, True)
-    assert drawn[1] == NUM_TOKENS - 1 and 31 <= drawn[4] < 65 and drawn[6] == NO_TOKEN
+    assert drawn[1] == NUM_TOKENS - 1 and 31 <= drawn[4] < 65 and drawn[6] == ALL_BARRED
     house.step([], logits(8, 1), {7: mask_of(range(9))})
     house.step([], logits(8, 2))
 

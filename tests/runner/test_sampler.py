@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncllm.engine.batch import NO_TOKEN
+from asyncllm.engine.batch import ALL_BARRED, NO_TOKEN
 from asyncllm.runner.sampler import Draw, SamplingRows, gumbel, mix, philox, pick
 
 torch.set_num_threads(1)
@@ -150,7 +150,7 @@ def test_rows_without_a_finite_number_yield_no_token(sampled: bool) -> None:
     logits[3] = math.nan
     alone = pick(random_logits(5), None, draw(5) if sampled else None)
     tokens = pick(logits, None, draw(5) if sampled else None).tolist()
-    assert tokens == [int(alone[0]), NO_TOKEN, NO_TOKEN, NO_TOKEN, int(alone[4])]
+    assert tokens == [int(alone[0]), NO_TOKEN, ALL_BARRED, NO_TOKEN, int(alone[4])]
 
 
 def test_banned_places_are_never_drawn() -> None:

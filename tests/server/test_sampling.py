@@ -608,3 +608,20 @@ async def test_every_field_works_or_is_refused_by_name(served: Any, route: Any, 
         elif effect != CALL:
             told = await route(client, **base, extra={name: value})
             assert effect(plain, told), name
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_leaves_no_token_is_the_requests_fault_and_costs_no_prefix(served: Any, stream: bool) -> None:
+    """A 400 that names it, which nobody sends again; and the next who shares the prompt finds it computed."""
+    llm, client = served
+    eos, (letter,), prompt = llm.tokenizer.eos_ids[0], llm.tokenizer.encode("x"), list(range(20, 60))
+    await complete(client, prompt=prompt, max_tokens=1)
+    for fields, param in (
+        ({"allowed_token_ids": [letter], "bad_words": ["x"]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [eos], "min_tokens": 2}, "allowed_token_ids"),
+        ({"guided_regex": "x+", "bad_words": ["x"]}, "bad_words"),
+        ({"guided_regex": "x+", "stop_token_ids": [letter], "min_tokens": 2}, "min_tokens"),
+    ):
+        await refused(complete(client, prompt=prompt, stream=stream, **fields), param)
+        again = await complete(client, prompt=prompt, max_tokens=1)
+        assert again.usage.prompt_tokens_details.cached_tokens == 32
