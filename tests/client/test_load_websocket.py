@@ -249,7 +249,8 @@ async def test_bench_over_websocket_against_the_real_server(tmp_path: Path) -> N
             assert (line["num_requests"], line["num_failed"], line["output_tokens"]) == (12, 0, 60)
             assert line["requests"]["transport"] == "websocket" and not line["output_tokens_counted_as_events"]  # type: ignore[index]
         (sse,), err, code = await bench_lines(url, *args, "--endpoint", "responses")
-        assert (code, sse["prompt_tokens"], sse["num_events"]) == (0, line["prompt_tokens"], line["num_events"]), err
+        assert (code, sse["prompt_tokens"]) == (0, line["prompt_tokens"]), err
+        assert all(12 <= told["num_events"] <= 60 for told in (line, sse))  # tokens whose reader lags share an event
         assert llm.num_live == 0
 
 
