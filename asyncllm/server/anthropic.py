@@ -78,7 +78,8 @@ def _names(body: CountRequest) -> dict[str, str]:
     """Anthropic's names of what chat calls otherwise."""
     effort = "thinking" if body.output_config is None else "output_config.effort"
     names = {"stop": "stop_sequences", "prompt": "messages", "response_format": "output_config.format"}
-    return names | {"reasoning_effort": effort}
+    last = f"messages[{len(body.messages) - 1}]"  # the assistant's, which is gone on from
+    return names | {"reasoning_effort": effort, "continue_final_message": last}
 
 
 def _is_ours(request: web.Request) -> bool:

@@ -117,12 +117,12 @@ class ChatTemplate:
         Raises:
             InvalidRequest: the template refuses the messages (its own sentence) or cannot render them.
         """
-        context: dict[str, Any] = {"documents": None, **(variables or {}), "tools": tools, **self._special_tokens}
+        ours = {"tools": tools, "messages": messages, "add_generation_prompt": ending == "opening"}
+        context: dict[str, Any] = {"documents": None, **(variables or {}), **ours, **self._special_tokens}
         parts: list[str] = []
         room = MAX_RENDERED_CHARS
         try:
-            opens = ending == "opening"
-            for part in self._template.generate(messages=messages, add_generation_prompt=opens, **context):
+            for part in self._template.generate(context):  # not by name: a variable may be called self
                 parts.append(part)
                 room -= len(part)
                 if room < 0:

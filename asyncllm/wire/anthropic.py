@@ -218,6 +218,8 @@ def _turns(message: MessageParam, path: str) -> list[dict[str, Any]]:
         return [{"role": message.role, "content": _text(message.content, f"{path}.content")}]
     if message.role == "assistant":
         return [_assistant(message.content, f"{path}.content")]
+    if not message.content:
+        raise InvalidRequest("a user's message holds a text or at least one block", f"{path}.content")
     return [_of_user(block, f"{path}.content[{i}]") for i, block in enumerate(message.content)]
 
 

@@ -234,6 +234,8 @@ async def test_thinking_is_told_to_the_template(serve: Serve) -> None:
         ({"messages": []}, "messages"), ({"messages": None}, "messages"), ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"), ({"temperature": 3}, "temperature"), ({"system": 3}, "system"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [*HI, {"role": "assistant", "content": ""}]}, "messages[1]"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]},
          "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),

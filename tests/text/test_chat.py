@@ -87,6 +87,12 @@ def test_what_a_template_cannot_do_is_the_requests_error(source: str) -> None:
         render(source)
 
 
+def test_a_variable_may_have_any_name() -> None:
+    """self is a name of Python's, not of a template's."""
+    names = {"self": 1, "args": 2, "kwargs": 3, "context": 4, "": 5}
+    assert ChatTemplate("{{ messages[0].content }}{{ args }}").render(HI, variables=names) == "hi2"
+
+
 def test_a_template_that_makes_too_much_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "MAX_RENDERED_CHARS", 1000)
     with pytest.raises(InvalidRequest, match="too much"):
