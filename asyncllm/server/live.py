@@ -231,16 +231,21 @@ class LiveResponse:
         if self.is_warm_up:
             return []
         if self._parser is None or self._parting is None:
-            return self._with_logprobs([Piece(CONTENT, text)]) if text else []
+            return self._with_logprobs([Piece(CONTENT, text)] if text else [], ended)
         pieces = [*self._parser.push(text), *(self._parser.finish() if ended else ())]
         said = [Piece(piece.kind.value, piece.text) for piece in pieces]
         self._num_chars += sum([len(piece.text) for piece in said])
         self._num_reasoning_chars += sum([len(piece.text) for piece in said if piece.kind == REASONING])
-        said = self._with_logprobs(said)
+        said = self._with_logprobs(said, ended)
         return said if self._parting.tells_reasoning else [piece for piece in said if piece.kind != REASONING]
 
-    def _with_logprobs(self, pieces: list[Piece]) -> list[Piece]:
-        """Those of the tokens that came with these pieces, at the first that is content; other pieces have none."""
+    def _with_logprobs(self, pieces: list[Piece], ended: bool) -> list[Piece]:
+        """Those of the tokens that came with these pieces, at the first that is content; other pieces have none.
+
+        Tokens that end the content without a text of their own, as EOS does, come with an empty one.
+        """
+        if ended and not pieces and self._logprobs and all(piece.kind == CONTENT for piece in self._pieces[-1:]):
+            pieces = [Piece(CONTENT, "")]
         if self._logprobs is None or not pieces:
             return pieces
         logprobs, self._logprobs = self._logprobs, None

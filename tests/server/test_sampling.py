@@ -610,6 +610,22 @@ async def test_every_field_works_or_is_refused_by_name(served: Any, route: Any, 
             assert effect(plain, told), name
 
 
+async def test_the_token_that_ends_a_response_has_its_logprob_streamed_too(served: Any) -> None:
+    _, client = served
+    drawn = (await chat(client, return_token_ids=True)).choices[0].token_ids
+    ask: Any = {"model": "tiny", "input": "Hello there", "temperature": 0, "include": ["message.output_text.logprobs"]}
+    for stop_id in (drawn[0], drawn[3]):
+        ask["extra_body"] = {"stop_token_ids": [stop_id]}
+        whole = await client.responses.create(**ask)
+        told = whole.output[0].content[0].logprobs
+        assert len(told) == whole.usage.output_tokens == drawn.index(stop_id) + 1
+        events = [event async for event in await client.responses.create(stream=True, **ask)]
+        said = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+        ended = events[-1].response
+        assert [one.token for one in said] == [one.token for one in told]
+        assert [one.token for one in ended.output[0].content[0].logprobs] == [one.token for one in told]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_leaves_no_token_is_the_requests_fault_and_costs_no_prefix(served: Any, stream: bool) -> None:
     """A 400 that names it, which nobody sends again; and the next who shares the prompt finds it computed."""
