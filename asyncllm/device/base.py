@@ -36,8 +36,6 @@ class Device(Protocol):
     name: str
     torch_device: torch.device
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
-
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
     def staging(self) -> Staging:

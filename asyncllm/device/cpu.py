@@ -35,9 +35,6 @@ class CpuDevice:
     name = "cpu"
     torch_device = torch.device("cpu")
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
-
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         # numpy's zeros are calloc's: pages nobody has touched take no memory. torch.zeros writes them all.
         zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)

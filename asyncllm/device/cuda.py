@@ -224,9 +224,6 @@ class CudaDevice:
         self._copied = [new_event() for _ in range(RING)]
         self._outputs: list[Tensor] = []
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.torch_device)
-
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
