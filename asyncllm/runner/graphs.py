@@ -5,6 +5,7 @@ GPU thread. It never waits for the device inside launch and never knows requests
 Beside ModelRunner because every line of its step differs: fixed places instead of fresh tensors, padding to buckets
 instead of exact sizes, one packed int32 entry that the graph's first kernel unpacks instead of one view an array.
 What they share (models, loader, the sampler's numbers, Device) they share as functions and values.
+Longer than most: start and step write and read the same fixed places, and an edge between streams is only seen whole.
 
 Streams: see device/cuda.py. Here, beside those edges: a ring entry is overwritten (schedule stream) only after the
 step that read it (event `done`); `outputs` of step N are overwritten by step N + 4, launched after N was committed.
@@ -12,7 +13,6 @@ step that read it (event `done`); `outputs` of step N are overwritten by step N 
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,6 +34,7 @@ from ..models.config import ModelConfig
 from ..models.fused import MIN_ROWS, Buffers, FusedDecoder
 from ..models.layers import Decoder, RMSNorm, RotaryTable
 from . import kernels as k
+from .buckets import bucket, row_buckets, tail_buckets, token_buckets
 from .frame import KINDS, Frame, Kind, Packed, Packer, Shape, TooLong, leading_ones
 from .graph_step import GraphStep, More
 from .masks import UndrawnStep
@@ -45,32 +46,6 @@ from .tails import Tail
 log = logging.getLogger(__name__)
 
 Run = Callable[[], None]
-
-
-def row_buckets(most: int) -> list[int]:
-    """Sizes of decode steps. A padding row reads one token of the dummy page, so wide gaps cost little."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, most + 1, 32)]
-    return [*(size for size in sizes if size < most), most]
-
-
-def tail_buckets(most: int, kind: Kind) -> list[int]:
-    """Sizes of tails: few, for a graph takes some 40 ms at start, and few for what is rare. A padding row costs its
-    logits and a third of a microsecond."""
-    common = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, most, 32)]
-    rare = [1, 8, 32, *range(64, most, 64)]
-    sizes = rare if kind.shape or kind.rank or kind.mask else common
-    return [*(size for size in sizes if size < most), most]
-
-
-def token_buckets(most: int) -> list[int]:
-    """Sizes of steps with a prompt chunk: at most a third is padding, from 256 on a fifth on average."""
-    sizes = [16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, *range(4096, 8192, 1024)]
-    sizes += range(8192, most, 2048)
-    return [*(size for size in sizes if size < most), most]
-
-
-def bucket(size: int, buckets: Sequence[int]) -> int:
-    return buckets[bisect_left(buckets, size)]
 
 
 def _decode_shape(num_rows: int) -> Shape:
@@ -125,7 +100,7 @@ class GraphRunner:
         self._row_buckets, self._token_buckets = row_buckets(frame.max_rows), token_buckets(frame.max_tokens)
         self._padded_rows = [bucket(size, self._row_buckets) for size in range(frame.max_rows + 1)]
         self._padded_draws = {
-            kind: [bucket(size, tail_buckets(frame.max_rows, kind)) for size in range(frame.max_rows + 1)]
+            kind: [bucket(size, self._tail_buckets(kind)) for size in range(frame.max_rows + 1)]
             for kind in KINDS
         }
         self._max_graph_rows = config.cuda_graph_max_batch
@@ -208,9 +183,12 @@ class GraphRunner:
 
     def _tail_keys(self) -> Iterator[tuple[int, Kind]]:
         for kind in KINDS:
-            for size in reversed(tail_buckets(self._frame.max_rows, kind)):
+            for size in reversed(self._tail_buckets(kind)):
                 if size <= self._max_graph_rows:
                     yield size, kind
+
+    def _tail_buckets(self, kind: Kind) -> list[int]:
+        return tail_buckets(self._frame.max_rows, is_rare=kind.shape or kind.rank or kind.mask)
 
     def _captured(self, run: Run, pool: Any) -> Run:
         """The run as one call."""
