@@ -4,6 +4,7 @@ Frozen structs, read by everyone. Imports nothing of ours; the environment is re
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -278,12 +279,14 @@ def _max_mixed_tokens(config: Config, max_step_tokens: int, max_running: int, on
     return tokens
 
 
-def timed(config: EngineConfig, step_s: float) -> EngineConfig:
-    """With the budget of a mixed step that takes MIXED_STEP_S, where a step of max_step_tokens takes `step_s`."""
+def timed(config: EngineConfig, step_s: float, sizes: Sequence[int]) -> EngineConfig:
+    """With the budget of a mixed step that takes MIXED_STEP_S, where a step of max_step_tokens takes `step_s`: one of
+    the sizes that steps are padded to, for a fuller step would pay for the next."""
     if config.max_mixed_tokens:
         return config
-    fitting = 256 * int(config.max_step_tokens * MIXED_STEP_S / step_s / 256)
-    tokens = min(max(fitting, 2 * config.max_running, 256), config.max_step_tokens)
+    fitting = config.max_step_tokens * MIXED_STEP_S / step_s
+    tokens = max((size for size in sizes if size <= fitting), default=0)
+    tokens = min(max(tokens, 2 * config.max_running, 256), config.max_step_tokens)
     return msgspec.structs.replace(config, max_mixed_tokens=tokens)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncllm.llm import AsyncLLM
 
-from .burst import machine, open_house, request
+from .burst import Request, machine, open_house, request
 
 ANSWER_TOKENS = 2000  # more than come in while the prompts do
 
@@ -30,12 +30,9 @@ async def read(llm: AsyncLLM, rng: random.Random, prompt_len: int, times_s: list
             times_s.append(time.perf_counter())  # noqa: PERF401  each as it comes
 
 
-async def first_token(llm: AsyncLLM, rng: random.Random, prompt_len: int) -> float:
-    ids, params = request(rng, prompt_len, 2)
-    async with llm.submit(ids, params) as stream:
-        done = await stream.result()
-    assert done.timings is not None
-    return done.timings.first_token_s
+async def first_token(llm: AsyncLLM, prompt: Request) -> None:
+    async with llm.submit(*prompt) as stream:
+        await stream.result()
 
 
 async def stall(llm: AsyncLLM, args: argparse.Namespace, run: int) -> dict[str, float]:
@@ -46,9 +43,10 @@ async def stall(llm: AsyncLLM, args: argparse.Namespace, run: int) -> dict[str, 
         ended, _ = await asyncio.wait(readers, timeout=0.01)
         if ended:
             raise RuntimeError(f"a stream ended before the prompts came: {ended.pop().exception()!r}")
+    prompts = [request(rng, args.prompt_len, 2) for _ in range(args.prompts)]
     await asyncio.sleep(0.5)
     began_s = time.perf_counter()
-    await asyncio.gather(*(first_token(llm, rng, args.prompt_len) for _ in range(args.prompts)))
+    await asyncio.gather(*(first_token(llm, prompt) for prompt in prompts))
     ended_s = time.perf_counter()
     for reader in readers:
         reader.cancel()

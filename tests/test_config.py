@@ -76,10 +76,11 @@ def test_the_pool_takes_what_is_left() -> None:
 def test_a_mixed_step_is_as_long_as_the_gpu_is_fast() -> None:
     chosen = resolve()
     assert chosen.max_mixed_tokens == 0, "open until a step has been timed"
-    assert configs.timed(chosen, 0.017).max_mixed_tokens == 8192
-    assert configs.timed(chosen, 0.170).max_mixed_tokens == 2048
-    assert configs.timed(chosen, 9.000).max_mixed_tokens == 2 * chosen.max_running
-    assert configs.timed(resolve(max_mixed_tokens=1000), 0.170).max_mixed_tokens == 1000
+    sizes = [256, 1024, 2048, 3072, 8192]
+    assert configs.timed(chosen, 0.017, sizes).max_mixed_tokens == 8192
+    assert configs.timed(chosen, 0.150, sizes).max_mixed_tokens == 2048, "2457 would be padded to 3072"
+    assert configs.timed(chosen, 9.000, sizes).max_mixed_tokens == 2 * chosen.max_running
+    assert configs.timed(resolve(max_mixed_tokens=1000), 0.170, sizes).max_mixed_tokens == 1000
     with pytest.raises(ValueError, match="at most max_step_tokens 8192"):
         resolve(max_mixed_tokens=9000)
 

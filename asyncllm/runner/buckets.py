@@ -23,9 +23,9 @@ def tail_buckets(most: int, *, is_rare: bool) -> list[int]:
 
 
 def token_buckets(most: int) -> list[int]:
-    """Sizes of steps with a prompt chunk: at most a third is padding, from 256 on a fifth on average."""
-    sizes = [16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, *range(4096, 8192, 1024)]
-    sizes += range(8192, most, 2048)
+    """Sizes of steps with a prompt chunk: at most a third is padding, from 1024 on a fifth."""
+    sizes = [16, 32, 64, 128, 192, 256, 384, 512, 768, *range(1024, 2048, 256), *range(2048, 4096, 512)]
+    sizes += [*range(4096, 8192, 1024), *range(8192, most, 2048)]
     return [*(size for size in sizes if size < most), most]
 
 

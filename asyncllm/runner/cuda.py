@@ -16,6 +16,7 @@ from ..errors import ModelError
 from ..models.config import ModelConfig
 from ..models.layers import Placement, PlainLinear
 from ..models.loader import load_model
+from .buckets import token_buckets
 from .runner import build_runner
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def _build_graphs(
     runner.use_pages(config.num_pages)
     runner.capture()
     step_s = runner.time_step()
-    config = timed(config, step_s)
+    config = timed(config, step_s, token_buckets(config.max_step_tokens))
     log.info("warm-up %.1f s, pool and graphs %.1f s", warm_s - loaded_s, time.monotonic() - warm_s)
     log.info(
         "%d tokens take %.0f ms; with running streams a step has %d at most",

@@ -57,7 +57,8 @@ class House:
     """Frame, packer and tail on one side, the reference's slots, pool and counts on the other."""
 
     def __init__(self) -> None:
-        config = engine_config(max_running=MAX_ROWS, max_model_len=200, max_step_tokens=256)
+        # An entry that holds the allowed ids of two rows.
+        config = engine_config(max_running=MAX_ROWS, max_model_len=200, max_step_tokens=NUM_TOKENS // 8)
         self.frame = Frame(Place(), config, 4, NUM_TOKENS)
         self.packer = Packer(self.frame, NUM_TOKENS)
         self.model = Model()
