@@ -17,12 +17,14 @@ from .errors import Aborted, AsyncLLMError
 from .pace import Pace, Reader
 from .text.detokenizer import Detokenizer
 from .text.stop import StopMatcher
-from .types import Delta, FinishReason, Logprob, Progress, PromptLogprobs, Submission
+from .types import Delta, FinishReason, Logprob, Progress, PromptLogprobs, Submission, Written
 
 log = logging.getLogger(__name__)
 
 # What an id that nobody has read takes: an int and a place in a list.
 BYTES_PER_UNREAD_TOKEN = 36
+
+Span = tuple[int, int]  # of characters
 
 
 class Mailbox:
@@ -42,6 +44,8 @@ class Mailbox:
         self._token_ids: list[int] = []
         self._num_spelled = 0  # of these, already in _text
         self._text: list[str] = []
+        self._spans: list[Span] | None = None  # of the ids that are spelled, for who asked
+        self._num_chars = 0
         self._unread = False
         self._logprobs: list[Logprob] = []  # of the unread ids, for who asked; read by take() alone
         self._prompt_logprobs: PromptLogprobs | None = None
@@ -112,6 +116,10 @@ class Mailbox:
 
     # -- to the reader --
 
+    def mark_tokens(self) -> None:
+        """Before the first token: the text will be read by take_written()."""
+        self._spans = []
+
     def listen(self, reader: Reader | None) -> None:
         """Who is to be flushed. What is unread counts as new."""
         self.reader = reader
@@ -137,6 +145,16 @@ class Mailbox:
         text = "".join(self._text)
         self._token_ids, self._text, self._num_spelled = [], [], 0
         return text
+
+    def take_written(self) -> tuple[str, list[Written]]:
+        """take_text(), and what was asked to be told of the unread ids, each with its place in the text."""
+        _, logprobs, _ = self.take_details()
+        try:
+            self._spell()
+        except Exception as error:
+            self._break(error)
+        text, spans, self._spans = self.take_text(), self._spans or (), []
+        return text, [Written(*span, entry) for span, entry in zip(spans, logprobs, strict=False)]
 
     def take_details(self) -> tuple[list[int], list[Logprob], PromptLogprobs | None]:
         """The unread ids and what was asked to be told of them; before take_text(), which drops the ids."""
@@ -189,7 +207,7 @@ class Mailbox:
         for i, token_id in enumerate(delta.token_ids, 1):
             self._token_ids.append(token_id)
             self._num_spelled += 1
-            if matched := self._add_text(self._visible_text(token_id, delta)):
+            if matched := self._add_text(self._marked(self._visible_text(token_id, delta))):
                 return _stopped(delta, matched, delta.num_output_tokens - len(delta.token_ids) + i)
         if delta.finish_reason is not None:
             if matched := self._add_text(self._detokenizer.finish()):
@@ -201,8 +219,18 @@ class Mailbox:
     def _spell(self) -> None:
         if len(self._token_ids) > self._num_spelled:
             new = self._token_ids[self._num_spelled :] if self._num_spelled else self._token_ids
-            self._text.append(self._detokenizer.push(new))
+            if self._spans is None:
+                self._text.append(self._detokenizer.push(new))
+            else:
+                self._text += [self._marked(self._detokenizer.push((token_id,))) for token_id in new]
             self._num_spelled = len(self._token_ids)
+
+    def _marked(self, text: str) -> str:
+        """One token's text, its place noted if that was asked for."""
+        if self._spans is not None:
+            self._spans.append((self._num_chars, self._num_chars + len(text)))
+            self._num_chars += len(text)
+        return text
 
     def _break(self, error: Exception) -> None:
         """A tokenizer's fault is this request's alone: it ends with an error, and no other hears of it."""

@@ -7,7 +7,7 @@ import enum
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -256,6 +256,15 @@ class Logprob(msgspec.Struct, frozen=True):
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+class Written(NamedTuple):
+    """One token and the characters of the answer's text that it wrote: [start, end). A token that only begins a
+    character, or is not shown, wrote none."""
+
+    start: int
+    end: int
+    entry: Logprob
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from asyncllm import build
 from asyncllm.bridge import Deltas as Sent
 from asyncllm.bridge import Inbox, Outbox, Submit
 from asyncllm.config import EngineConfig
-from asyncllm.engine.batch import ALL_BARRED, Batch, StepResult
+from asyncllm.engine.batch import ALL_BARRED, Batch, Logprobs, StepResult
 from asyncllm.engine.loop import Engine
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.llm import AsyncLLM
@@ -59,6 +59,7 @@ class ScriptedRunner:
         self._page_table = np.zeros((num_slots, max_pages), np.int64)
         self._kv = np.full((config.num_pages, config.page_size), -9, np.int64)
         self._prompt_len = np.zeros(num_slots, np.int64)
+        self._num_logprobs = np.full(num_slots, -1, np.int64)
         self._queue: deque[Batch] = deque()
         self._results: dict[int, StepResult] = {}
         self._permits: int | None = None  # None: every step may finish
@@ -99,18 +100,21 @@ class ScriptedRunner:
             self._token_pool[new.slot] = -7
             self._token_pool[new.slot, : len(new.token_ids)] = new.token_ids
             self._prompt_len[new.slot] = new.min_len
+            self._num_logprobs[new.slot] = new.num_logprobs
         for slot, column, page in batch.page_deltas.tolist():
             self._page_table[slot, column] = page
         rows = list(zip(batch.slots.tolist(), batch.starts.tolist(), batch.lengths.tolist(), strict=True))
         for slot, start, length in rows:  # all rows write before any reads, as the models do in each layer
             for position in range(start, start + length):
                 self._kv[self._where(slot, position)] = self._token_pool[slot, position]
-        tokens = []
+        tokens, told = [], []
         masks = dict(zip(batch.masked.tolist(), self.masks.pop(batch.step, ()), strict=True))
         for row, ((slot, start, length), wants_token) in enumerate(zip(rows, batch.wants_token, strict=True)):
             if wants_token:
                 tokens.append(self._draw(slot, start + length, masks.get(row)))
-        return StepResult(step=batch.step, token_ids=np.array(tokens, np.int32))
+                if self._num_logprobs[slot] >= 0:
+                    told.append((tokens[-1], start + length))
+        return StepResult(step=batch.step, token_ids=np.array(tokens, np.int32), logprobs=self._logprobs(told))
 
     def _draw(self, slot: int, position: int, mask: Any = None) -> int:
         """The model's token, or the next higher one (round the vocabulary) that the mask allows."""
@@ -121,6 +125,14 @@ class ScriptedRunner:
             token = int(allowed[np.searchsorted(allowed, token) % len(allowed)]) if len(allowed) else ALL_BARRED
         self._token_pool[slot, position] = token
         return token
+
+    def _logprobs(self, drawn: list[tuple[int, int]]) -> Logprobs | None:
+        """Minus a thousandth of the token's position, so that each shows whose it is; the token alone is likely."""
+        if not drawn:
+            return None
+        ids, positions = np.array(drawn).T
+        ranks, values = np.arange(max(1, self._num_logprobs.max())), -positions.astype(np.float32) / 1000
+        return Logprobs(values, (ids[:, None] + ranks).astype(np.int32), values[:, None] - ranks.astype(np.float32))
 
     def _where(self, slot: int, position: int) -> tuple[int, int]:
         column, offset = divmod(position, self._page_size)

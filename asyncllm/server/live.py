@@ -5,18 +5,19 @@ Loop thread. It never knows HTTP or WebSocket: a client is a Sink.
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
 from ..errors import Aborted, AsyncLLMError
 from ..stream import Stream
-from ..types import CALLER, FinishReason, Logprob, Progress
+from ..types import CALLER, FinishReason, Progress
 from ..wire import items
-from ..wire.items import CONTENT, REASONING, Logprobs, Piece
+from ..wire.items import CONTENT, Piece
 from ..wire.response_events import Events, Framing, Outcome, Script, all_events
-from .parting import Parting, reasoning_tokens
+from .parting import Parting
+from .saying import PieceReader, TellLogprobs
 from .settings import Settings
 
 Messages = list[dict[str, Any]]
@@ -84,7 +85,7 @@ class LiveResponse:
         stored: bool = False,
         resumable: bool = False,
         parting: Parting | None = None,
-        tell_logprobs: Callable[[Sequence[Logprob]], Logprobs] | None = None,
+        tell_logprobs: TellLogprobs | None = None,
         is_warm_up: bool = False,
         owner: object = None,
     ) -> None:
@@ -100,16 +101,12 @@ class LiveResponse:
         self.error: AsyncLLMError | None = None
         self._telling = telling
         self._stream: Stream | None = stream
-        self._parting = parting
-        self._tell_logprobs = tell_logprobs
-        self._logprobs: Logprobs | None = None  # of tokens that have made no text yet
+        self._reader: PieceReader | None = PieceReader(stream, parting, tell_logprobs)
         self._is_plain = parting is None and tell_logprobs is None and not is_warm_up  # all text is content
-        self._parser = None if parting is None else parting.new_parser()
         self._messages = messages
         self._settings = settings
         self._on_over = on_over
         self._pieces: list[Piece] = []
-        self._num_chars = self._num_reasoning_chars = 0
         self._sink: Sink | None = None
         self._script: Script | None = None
         self._told: Progress | None = None
@@ -222,37 +219,9 @@ class LiveResponse:
     # -- inside --
 
     def _take_pieces(self) -> list[Piece]:
-        """What has been said since, as far as it is certain."""
-        assert self._stream is not None
-        ended = self._stream.ended
-        if self._tell_logprobs is not None:
-            self._logprobs = [*(self._logprobs or ()), *self._tell_logprobs(self._stream.take_details()[1])]
-        text = self._stream.take_text()
-        if self.is_warm_up:
-            return []
-        if self._parser is None or self._parting is None:
-            return self._with_logprobs([Piece(CONTENT, text)] if text else [], ended)
-        pieces = [*self._parser.push(text), *(self._parser.finish() if ended else ())]
-        said = [Piece(piece.kind.value, piece.text) for piece in pieces]
-        self._num_chars += sum([len(piece.text) for piece in said])
-        self._num_reasoning_chars += sum([len(piece.text) for piece in said if piece.kind == REASONING])
-        said = self._with_logprobs(said, ended)
-        return said if self._parting.tells_reasoning else [piece for piece in said if piece.kind != REASONING]
-
-    def _with_logprobs(self, pieces: list[Piece], ended: bool) -> list[Piece]:
-        """Those of the tokens that came with these pieces, at the first that is content; other pieces have none.
-
-        Tokens that end the content without a text of their own, as EOS does, come with an empty one.
-        """
-        if ended and not pieces and self._logprobs and all(piece.kind == CONTENT for piece in self._pieces[-1:]):
-            pieces = [Piece(CONTENT, "")]
-        if self._logprobs is None or not pieces:
-            return pieces
-        logprobs, self._logprobs = self._logprobs, None
-        at = next((i for i, piece in enumerate(pieces) if piece.kind == CONTENT), None)
-        if at is None:
-            return pieces
-        return [*pieces[:at], msgspec.structs.replace(pieces[at], logprobs=logprobs), *pieces[at + 1 :]]
+        assert self._reader is not None
+        pieces = self._reader.take()
+        return [] if self.is_warm_up else pieces
 
     def _progress(self, script: Script) -> bytes:
         assert self._stream is not None
@@ -271,21 +240,21 @@ class LiveResponse:
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self._sink = self._script = self._stream = None  # the prompt's ids go with the stream
+        self._sink = self._script = self._stream = self._reader = None  # the prompt's ids go with the stream
         if not self.over.done():
             self.over.set_result(None)
         self._on_over(self)
 
     def _outcome(self) -> Outcome:
-        assert self._stream is not None and self._stream.last is not None
+        assert self._reader is not None and self._stream is not None and self._stream.last is not None
         last = self._stream.last
         whole = Outcome(
             status="completed",
             num_prompt_tokens=self._stream.num_prompt_tokens,
             num_cached_tokens=last.num_cached_tokens,
             num_output_tokens=0 if self.is_warm_up else last.num_output_tokens,
-            num_reasoning_tokens=reasoning_tokens(last.num_output_tokens, self._num_reasoning_chars, self._num_chars),
-            calls=self._parser is not None and self._parser.has_whole_calls,
+            num_reasoning_tokens=self._reader.num_reasoning_tokens(last.num_output_tokens),
+            calls=self._reader.has_whole_calls,
             stop_string=last.stop_reason if isinstance(last.stop_reason, str) else None,
             is_warm_up=self.is_warm_up,
         )

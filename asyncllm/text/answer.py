@@ -3,7 +3,8 @@
 Loop thread, a parser per answer. It never knows tokens, requests or the engine.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -71,6 +72,8 @@ class AnswerParser:
         self._calls = calls
         self._one_call = one_call
         self._num_calls = 0
+        self._num_chars = 0
+        self._places = _Places()
 
     @property
     def has_whole_calls(self) -> bool:
@@ -79,7 +82,9 @@ class AnswerParser:
 
     def push(self, text: str) -> list[Piece]:
         """What these characters say for certain."""
-        pieces = [Piece(Kind.CONTENT, text)] if self._splitter is None else self._splitter.push(text)
+        start = self._num_chars
+        self._num_chars += len(text)
+        pieces = [Piece(Kind.CONTENT, text, start)] if self._splitter is None else self._splitter.push(text)
         return pieces if self._calls is None else self._with_calls(pieces, self._calls)
 
     def finish(self) -> list[Piece]:
@@ -96,23 +101,56 @@ class AnswerParser:
     def _with_calls(self, pieces: list[Piece], calls: CallParser) -> list[Piece]:
         parted: list[Piece] = []
         for piece in pieces:
-            parted += self._allowed(calls.push(piece.text)) if piece.kind is Kind.CONTENT else [piece]
+            if piece.kind is Kind.CONTENT:
+                self._places.add(piece)
+                parted += self._allowed(calls.push(piece.text))
+            else:
+                parted.append(piece)
         return parted
 
     def _allowed(self, pieces: list[Piece]) -> list[Piece]:
         """Where one call is allowed, a second is not told."""
-        return [piece for piece in pieces if self._may_tell(piece)] if self._one_call else pieces
+        allowed = [piece for piece in pieces if self._may_tell(piece)] if self._one_call else pieces
+        return [placed for piece in allowed for placed in self._places.placed(piece)]
 
     def _may_tell(self, piece: Piece) -> bool:
         self._num_calls += piece.kind is Kind.CALL
         return self._num_calls <= 1 or piece.kind is Kind.CONTENT
 
 
+class _Places:
+    """Where in the answer its content stands: the parser of calls counts the content alone, which has gaps."""
+
+    def __init__(self) -> None:
+        self._num_chars = 0
+        self._runs: deque[tuple[int, int]] = deque()  # without a gap: its start in the content, and in the answer
+
+    def add(self, piece: Piece) -> None:
+        """More content, by its place in the answer."""
+        if not self._runs or piece.start - self._runs[-1][1] != self._num_chars - self._runs[-1][0]:
+            self._runs.append((self._num_chars, piece.start))
+        self._num_chars += len(piece.text)
+
+    def placed(self, piece: Piece) -> Iterator[Piece]:
+        """A piece by its place in the content: the same by its place in the answer, cut where a gap is. In order."""
+        if piece.kind is not Kind.CONTENT:
+            yield piece
+            return
+        text, at = piece.text, piece.start
+        while text:
+            while len(self._runs) > 1 and self._runs[1][0] <= at:
+                self._runs.popleft()
+            run, place = self._runs[0]
+            count = self._runs[1][0] - at if len(self._runs) > 1 else len(text)
+            yield Piece(piece.kind, text[:count], place + at - run)
+            text, at = text[count:], at + count
+
+
 def joined(pieces: Iterable[Piece]) -> Said:
     """The whole of what was said in pieces."""
     texts: dict[Kind, list[str]] = {Kind.CONTENT: [], Kind.REASONING: []}
     calls: list[tuple[str, list[str]]] = []
-    for kind, text in pieces:
+    for kind, text, _ in pieces:
         if kind is Kind.CALL:
             calls.append((text, []))
         elif kind is Kind.ARGUMENTS:

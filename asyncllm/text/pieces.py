@@ -19,23 +19,31 @@ class Kind(enum.Enum):
 class Piece(NamedTuple):
     kind: Kind
     text: str
+    start: int = 0  # of content and reasoning: its place in the answer's text, in characters
 
 
 class Pieces:
-    """Gathers what is said, neighbours of one kind joined; of a call's arguments too, but never two calls."""
+    """Gathers what is said, neighbours of one kind joined; of a call's arguments too, but never two calls, nor text
+    around a gap."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
 
-    def say(self, kind: Kind, text: str) -> None:
-        if self._pieces and self._pieces[-1].kind is kind and kind is not Kind.CALL:
-            self._pieces[-1] = Piece(kind, self._pieces[-1].text + text)
+    def say(self, kind: Kind, text: str, start: int = 0) -> None:
+        if self._pieces and self._goes_on(self._pieces[-1], kind, start):
+            self._pieces[-1] = self._pieces[-1]._replace(text=self._pieces[-1].text + text)
         elif text:
-            self._pieces.append(Piece(kind, text))
+            self._pieces.append(Piece(kind, text, start))
 
     def take(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
         return pieces
+
+    @staticmethod
+    def _goes_on(last: Piece, kind: Kind, start: int) -> bool:
+        if last.kind is not kind or kind is Kind.CALL:
+            return False
+        return kind is Kind.ARGUMENTS or last.start + len(last.text) == start
 
 
 def find_first(text: str, tags: tuple[str, ...]) -> tuple[int, str] | None:

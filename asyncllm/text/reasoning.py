@@ -38,14 +38,17 @@ class Splitter:
         self._tags = tags
         self._either = (tags.open, tags.close)
         self._pieces = Pieces()
+        self._num_chars = 0  # of the answer so far; the held ones are its last
         self._held = ""
         self._inside = is_open
         self._at_edge = is_open  # just behind a tag: white space is not shown
 
     def push(self, text: str) -> list[Piece]:
         """What these characters say for certain."""
+        start = self._num_chars
+        self._num_chars += len(text)
         if not self._inside and not self._held and not self._at_edge and not self._may_hold(text):  # nearly always
-            return [Piece(Kind.CONTENT, text)] if text else []
+            return [Piece(Kind.CONTENT, text, start)] if text else []
         self._held += text
         while self._step():
             pass
@@ -53,7 +56,7 @@ class Splitter:
 
     def finish(self) -> list[Piece]:
         """What was held back: no tag came of it."""
-        self._pieces.say(Kind.REASONING if self._inside else Kind.CONTENT, self._take_held(len(self._held)))
+        self._say(Kind.REASONING if self._inside else Kind.CONTENT, len(self._held))
         return self._pieces.take()
 
     def _may_hold(self, text: str) -> bool:
@@ -69,13 +72,13 @@ class Splitter:
     def _step_inside(self) -> bool:
         at = self._held.find(self._tags.close)
         shown = at if at >= 0 else shown_len(self._held, (self._tags.close,))
-        self._pieces.say(Kind.REASONING, self._take_held(trimmed_len(self._held[:shown])))
+        self._say(Kind.REASONING, trimmed_len(self._held[:shown]))
         return at >= 0 and self._pass(self._tags.close)
 
     def _step_outside(self) -> bool:
         found = find_first(self._held, self._either)
         shown = found[0] if found else shown_len(self._held, self._either)
-        self._pieces.say(Kind.CONTENT, self._take_held(shown))
+        self._say(Kind.CONTENT, shown)
         return found is not None and self._pass(found[1])
 
     def _pass(self, tag: str) -> bool:
@@ -85,6 +88,7 @@ class Splitter:
         self._at_edge = True
         return True
 
-    def _take_held(self, count: int) -> str:
-        taken, self._held = self._held[:count], self._held[count:]
-        return taken
+    def _say(self, kind: Kind, count: int) -> None:
+        """The first so many of the held characters."""
+        self._pieces.say(kind, self._held[:count], self._num_chars - len(self._held))
+        self._held = self._held[count:]

@@ -77,6 +77,7 @@ class CallParser:
         self._form = form
         self._known = names if form.open is None else None
         self._pieces = Pieces()
+        self._num_chars = 0  # of the content so far; the held ones are its last
         self._held = ""
         self._state = self._in_text if form.open is not None else self._at_start
         self._opening = ""  # what led into the call that is read
@@ -86,6 +87,7 @@ class CallParser:
 
     def push(self, text: str) -> list[Piece]:
         """What these characters say for certain."""
+        self._num_chars += len(text)
         self._held += text
         while self._held and self._state():
             pass
@@ -93,14 +95,14 @@ class CallParser:
 
     def finish(self) -> list[Piece]:
         """What was held back; but no call that was cut before its name."""
+        rest, self._held = self._held, ""
         if self._state == self._in_call and self._form.open is None and not self._reader.announced:
             self._say(self._opening + self._reader.raw)
         elif self._state == self._behind_call:
-            rest = self._held.lstrip(_SEPARATORS)
+            rest = rest.lstrip(_SEPARATORS)
             self._say("" if (self._form.close or "").startswith(rest) else rest)
         elif self._state != self._behind_tag:
-            self._say(self._held)
-        self._held = ""
+            self._say(rest)
         return self._pieces.take()
 
     # Each state takes from the held text; True if another look at the rest may find more.
@@ -113,8 +115,8 @@ class CallParser:
         at = self._held.find(self._form.open)
         before = self._held[: at if at >= 0 else shown_len(self._held, (self._form.open,))]
         shown = trimmed_len(before)
-        self._say(self._held[:shown])
-        self._held = self._held[shown:]
+        text, self._held = self._cut(shown)
+        self._say(text)
         if at < 0:
             return False
         self._opening, self._held = self._cut(at - shown + len(self._form.open))
@@ -199,12 +201,13 @@ class CallParser:
 
     def _in_plain(self) -> bool:
         """A whole answer that is no call, or goes on behind its calls."""
-        self._say(self._held)
-        self._held = ""
+        text, self._held = self._held, ""
+        self._say(text)
         return False
 
     def _cut(self, at: int) -> tuple[str, str]:
         return self._held[:at], self._held[at:]
 
     def _say(self, text: str) -> None:
-        self._pieces.say(Kind.CONTENT, text)
+        """What stands right before the held text."""
+        self._pieces.say(Kind.CONTENT, text, self._num_chars - len(self._held) - len(text))

@@ -35,7 +35,20 @@ def in_pieces(texts: list[str], one: AnswerParser) -> Said:
     pieces: list[Piece] = []
     for text in texts:
         pieces += one.push(text)
-    return joined([*pieces, *one.finish()])
+    pieces += one.finish()
+    stand_where_they_say(pieces, "".join(texts))
+    return joined(pieces)
+
+
+def stand_where_they_say(pieces: list[Piece], text: str) -> None:
+    """To the letter, and content in its order: whoever knows where a token stands knows whose it is."""
+    behind = 0
+    for kind, said, start in pieces:
+        if kind in (Kind.CONTENT, Kind.REASONING):
+            assert text[start : start + len(said)] == said
+        if kind is Kind.CONTENT:
+            assert start >= behind
+            behind = start + len(said)
 
 
 def written(form: str, *calls: tuple[str, dict[str, Any]], indent: int | None = None) -> str:
@@ -222,9 +235,9 @@ def test_letter_by_letter_is_the_whole(fragments: list[str], form: str | None, i
 
 def test_pieces_go_out_as_soon_as_they_are_certain() -> None:
     one = parser("hermes", "think")
-    assert one.push("<think>so") == [Piece(Kind.REASONING, "so")]
+    assert one.push("<think>so") == [Piece(Kind.REASONING, "so", start=7)]
     assert one.push("</thi") == []
-    assert one.push("nk>Yes") == [Piece(Kind.CONTENT, "Yes")]
+    assert one.push("nk>Yes") == [Piece(Kind.CONTENT, "Yes", start=17)]
     assert one.push(' <tool_call>{"name": "f", ') == [Piece(Kind.CALL, "f")]
     assert one.push('"arguments": {"a') == [Piece(Kind.ARGUMENTS, '{"a')]
     assert one.push('": 1}}</tool_call>') == [Piece(Kind.ARGUMENTS, '": 1}')]
