@@ -14,6 +14,7 @@ Int32 = NDArray[np.int32]
 
 
 NO_ROWS: Int32 = np.zeros(0, np.int32)
+NO_PAGES: Int32 = np.zeros((0, 3), np.int32)
 
 
 class Shaping(msgspec.Struct, frozen=True, kw_only=True, eq=False):

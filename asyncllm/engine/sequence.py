@@ -11,6 +11,7 @@ starts at planned_len; it ends at device_len or, for a chunk, before. A sequence
 planned_len == device_len - 1: the last token drawn has no KV yet.
 """
 
+import functools
 import time
 
 import numpy as np
@@ -22,8 +23,23 @@ from .batch import ALL_BARRED, NO_TOKEN, Logprobs, NewRow, Shaping
 from .radix import Node
 
 
+@functools.lru_cache(64)
+def _ending_ids(stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """One tuple for all who stop alike: every token is looked up in it, and 256 copies would be 256 cache misses."""
+    return (NO_TOKEN, ALL_BARRED, *stop_ids)
+
+
 class Sequence:
     """Mutable generation state of one submission."""
+
+    # What every step touches comes first and so lies side by side: between two steps the caches have seen other things,
+    # and a row's cost is its cache misses.
+    __slots__ = (
+        "planned_len", "committed_len", "num_drawing", "num_in_flight", "final_len", "num_places", "finish_reason",
+        "told", "output_ids", "ending_ids", "prompt_len", "slot",
+        "submission", "request_id", "rank", "params", "_prompt_ids", "cached_len", "computed_len", "pages", "private",
+        "node", "num_published", "admitted_s", "first_token_s", "num_logprobs", "matcher", "num_scored", "_scores",
+    )  # fmt: skip
 
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
@@ -34,7 +50,7 @@ class Sequence:
         self.final_len = self.prompt_len + submission.max_tokens
         self._prompt_ids = np.array(submission.prompt_ids, np.int32)
         self.output_ids: list[int] = []  # a list: appending to it takes a tenth of an array's assignment
-        self.ending_ids = (NO_TOKEN, ALL_BARRED, *submission.stop_ids)
+        self.ending_ids = _ending_ids(submission.stop_ids)
         self.committed_len = self.prompt_len
         self.cached_len = 0  # of the first admission: what the client is told
         self.computed_len = 0

@@ -3,12 +3,10 @@
 GPU thread; numpy only. It never knows who is chosen, or why.
 """
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from .batch import NO_ROWS, Batch, Int32, NewRow, Scored
+from .batch import NO_PAGES, NO_ROWS, Batch, Int32, NewRow, Scored
 from .sequence import Sequence
 
 
@@ -32,6 +30,7 @@ class Step:
         self.scored: list[Scored] = []
         self.masked: list[int] = []  # rows whose tokens a grammar masks
         self.late: set[Sequence] = set()  # of those, the ones whose masks were late: their draws mean nothing
+        self._columns: tuple[Int32, Int32, Int32, NDArray[np.bool_]]  # slots, starts, lengths, wants_token
         self.held: set[Sequence] = set()  # sit this step out, so that the next can preempt them
 
     def add(self, sequence: Sequence, length: int) -> None:
@@ -60,22 +59,27 @@ class Step:
         self.page_deltas += [(sequence.slot, column, sequence.pages[column]) for column in columns]
 
     def batch(self, before: "Step | None") -> Batch:
-        """`before`: the step before this one. Where the same rows decode on, its columns are this one's but for one."""
-        self._slots: Int32
-        self._starts: Int32
+        """`before`: the step before this one. Where the same rows decode on, its columns are this one's, but that
+        each row starts one later."""
         if before is not None and self._decodes_on(before):
-            self._slots, self._starts = before._slots, before._starts + np.int32(1)
+            slots, starts, lengths, wants_token = before._columns
+            self._columns = slots, starts + np.int32(1), lengths, wants_token
         else:
-            self._slots = np.array([sequence.slot for sequence in self.sequences], np.int32)
-            self._starts = np.array(self.starts, np.int32)
+            self._columns = (
+                np.array([sequence.slot for sequence in self.sequences], np.int32),
+                np.array(self.starts, np.int32),
+                np.array(self.lengths, np.int32),
+                np.array(self.wants_token, np.bool_),
+            )
+        slots, starts, lengths, wants_token = self._columns
         return Batch(
             step=self.number,
-            slots=self._slots,
-            starts=self._starts,
-            lengths=self._column(self.lengths, np.int32),
-            wants_token=self._column(self.wants_token, np.bool_),
+            slots=slots,
+            starts=starts,
+            lengths=lengths,
+            wants_token=wants_token,
             new_rows=tuple(self.new_rows),
-            page_deltas=np.array(self.page_deltas, np.int32).reshape(-1, 3),
+            page_deltas=np.array(self.page_deltas, np.int32).reshape(-1, 3) if self.page_deltas else NO_PAGES,
             scored=tuple(self.scored),
             masked=np.array(self.masked, np.int32) if self.masked else NO_ROWS,
         )
@@ -83,10 +87,3 @@ class Step:
     def _decodes_on(self, before: "Step") -> bool:
         same = self.num_decodes == before.num_decodes == len(self.sequences) and not before.late
         return same and self.sequences == before.sequences
-
-    def _column(self, values: list[int] | list[bool], kind: type[np.generic]) -> NDArray[Any]:
-        """Ones for the decode rows: numpy makes them in 1 us, of a list of 256 in 10."""
-        column = np.ones(len(values), kind)
-        if len(values) > self.num_decodes:
-            column[self.num_decodes :] = values[self.num_decodes :]
-        return column
