@@ -14,15 +14,15 @@ ROOT = Path(asyncllm.__file__).parent
 # What each floor may import of ours. Everyone may import types, errors and config, which import nothing.
 EVERYONE = {"types", "errors", "config"}
 LAW = {
-    "types": set(), "errors": set(), "config": set(),
+    "types": set(), "errors": set(), "config": set(), "clock": set(),
     "logs": set(), "supervise": set(), "flags": {"server.settings"}, "hub": {"smollm2"}, "smollm2": set(),
     "wire": set(), "client": {"wire"}, "text": set(),
-    "server": {"llm", "pace", "stream", "text", "wire"}, "offline": {"llm", "stream", "submission", "text"},
+    "server": {"clock", "llm", "pace", "stream", "text", "wire"}, "offline": {"llm", "stream", "submission", "text"},
     "llm": {"bridge", "mailbox", "registry", "stream", "submission", "text"}, "submission": {"text"},
     "registry": {"admission", "bridge", "mailbox", "pace", "totals"}, "admission": {"bridge"},
     "stream": {"mailbox", "pace", "registry"},
     "mailbox": {"bridge", "pace", "text"}, "pace": set(), "totals": {"pace"}, "bridge": set(),
-    "engine": {"bridge"}, "runner": {"device", "attention", "models", "engine.batch"},
+    "engine": {"bridge", "clock"}, "runner": {"device", "attention", "models", "engine.batch"},
     "device": set(), "attention": {"device"}, "models": {"attention.base"},
 }  # fmt: skip
 TORCH_FLOORS = {"runner", "device", "attention", "models"}

@@ -64,6 +64,7 @@ class Sequence:
         self.node: Node | None = None  # locked in the tree
         self.num_published = 0  # leading pages offered to the tree
         self.finish_reason: FinishReason | None = None
+        self.waits_since_s = 0.0  # by CLOCK
         self.admitted_s = 0.0
         self.first_token_s = 0.0
         self.told: Told | None = None  # from the first token on, unless its deltas say more than plain ones

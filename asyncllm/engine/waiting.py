@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from operator import attrgetter
 
+from ..clock import CLOCK
 from .sequence import Sequence
 from .turns import Turns
 
@@ -40,6 +41,7 @@ class Waiting:
         """A new one."""
         submission = sequence.submission
         self._num_added += 1
+        sequence.waits_since_s = CLOCK.now_s() - (time.monotonic() - submission.arrival_s)
         start = self._turns.start(submission.caller, sequence.prompt_len, submission.max_tokens)
         sequence.rank = submission.priority, start, self._num_added
         self.num_tokens += sequence.prompt_len
@@ -64,12 +66,13 @@ class Waiting:
         self.num_tokens -= 0 if sequence.admitted_s else sequence.prompt_len
 
     def impatient(self, limit_s: float) -> list[Sequence]:
-        """Those who have waited for longer, and for whom nothing has been computed; looked for now and then."""
+        """Those who have waited for longer, and for whom nothing has been computed; looked for now and then. A stop of
+        the process is no wait: after it all of them would be sent away at once."""
         if (now_s := time.monotonic()) < self._next_look_s:
             return []
         self._next_look_s = now_s + _LOOK_S
-        since_s = now_s - limit_s
-        return [one for one in self._queue if not one.admitted_s and one.submission.arrival_s < since_s]
+        since_s = CLOCK.now_s() - limit_s
+        return [one for one in self._queue if not one.admitted_s and one.waits_since_s < since_s]
 
     def check(self) -> None:
         """Raise AssertionError where an invariant does not hold. For tests."""

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from ..clock import CLOCK
 from ..errors import EngineDead
 from ..llm import AsyncLLM
 from . import access, admin, anthropic, completions, events, gate, kept, responses, tokens, websocket
@@ -42,6 +43,7 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
     app[admin.METRICS] = Metrics(llm, sockets, outflows)
     app[RATES] = Rates(settings.requests_per_minute)
     app.cleanup_ctx.append(websocket.draining)
+    app.cleanup_ctx.append(_keeping_time)
     app.on_shutdown.append(_close_sockets)
     app.add_routes(
         [
@@ -97,6 +99,14 @@ def _bare_app(llm: AsyncLLM, settings: Settings) -> web.Application:
     app.on_response_prepare.append(anthropic.add_request_id)
     app.on_response_prepare.append(access.allow_origin)
     return app
+
+
+async def _keeping_time(app: web.Application) -> AsyncIterator[None]:
+    """cleanup_ctx: the clock is kept while the server lives."""
+    keeping = asyncio.create_task(CLOCK.keep())
+    yield
+    keeping.cancel()
+    await asyncio.wait([keeping])
 
 
 async def _close_sockets(app: web.Application) -> None:

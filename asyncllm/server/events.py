@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import socket
 import sys
-import time
 from collections.abc import Callable
 from typing import Self
 from weakref import WeakSet
 
 from aiohttp import web
 
+from ..clock import CLOCK
 from ..wire.errors import error_event
 from .gate import LLM, SETTINGS
 from .settings import Settings
@@ -57,7 +57,7 @@ class Outflow:
     def give_patience(self, num_unread_bytes: int) -> None:
         """There is no room. A client that reads nothing for send_timeout_s, or leaves more than max_unread_bytes
         waiting, is cut off: an event to say so would not fit either."""
-        now_s = time.monotonic()
+        now_s = CLOCK.now_s()
         self._full_since_s = self._full_since_s or now_s
         waited_s = now_s - self._full_since_s
         if waited_s > self._settings.send_timeout_s or num_unread_bytes > self._settings.max_unread_bytes:

@@ -237,6 +237,30 @@ def test_a_pause_is_not_a_stuck_step(checkpoint: Path) -> None:
         assert server.stop() == 0
 
 
+def test_a_pause_uses_up_nobodys_patience(checkpoint: Path) -> None:
+    """Row 40: stopped for longer than the queue's time, and whoever waits there is served."""
+    with serving(checkpoint, "--max-running", "1", "--queue-timeout-seconds", "2.5") as server:
+
+        async def main() -> None:
+            async with AsyncClient(server.url, max_retries=0, timeout=60) as client:
+                runs = await client.completions.create(prompt="fox", max_tokens=16000, ignore_eos=True, stream=True)
+                await anext(runs)
+                waits = [asyncio.create_task(client.completions.create(prompt="x", max_tokens=2)) for _ in range(8)]
+                while server.metrics()["requests_waiting"] < len(waits):
+                    await asyncio.sleep(0.02)
+                server.process.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(4)
+                server.process.send_signal(signal.SIGCONT)
+                step = server.metrics()["engine_step"]
+                while server.metrics()["engine_step"] < step + 2:  # whoever is sent away is so by now
+                    await asyncio.sleep(0.02)
+                await runs.close()
+                assert [(await one).choices[0].finish_reason for one in waits] == ["length"] * len(waits)
+
+        asyncio.run(main())
+        assert server.stop() == 0
+
+
 def test_a_loop_that_stands_still_ends_the_process() -> None:
     """A thread of C looks after the loop: it needs no GIL, and tells where everybody is."""
     program = (
