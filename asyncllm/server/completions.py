@@ -21,6 +21,7 @@ from ..types import Completion, SamplingParams
 from ..wire import replies, requests, sse
 from ..wire.formats import grammar_spec
 from ..wire.messages import template_messages
+from ..wire.obfuscation import obfuscated
 from ..wire.replies import Head, Usage
 from ..wire.requests import ChatRequest, CompletionRequest
 from .asking import ask
@@ -110,7 +111,8 @@ async def _answer(
             want_usage, usage_always = requests.wants_usage(body)
             response = EventResponse(request)
             chunks = [dialect.chunks(head, i) for i in range(len(streams))]
-            answer = Answer(response, streams, chunks, usage_always, params.n)
+            pads = requests.wants_obfuscation(body.stream_options)
+            answer = Answer(response, streams, chunks, usage_always, params.n, pads=pads)
             return await _stream(response, dialect, head, answer, want_usage)
         answers = [await stream.result() for stream in streams]
     if (num_choices := params.num_choices) > 1:
@@ -212,6 +214,8 @@ class Answer:
         chunks: list[ChoiceChunks],
         usage_always: bool,
         num_choices: int = 1,
+        *,
+        pads: bool = False,
     ) -> None:
         self.dirty = False
         self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -219,11 +223,12 @@ class Answer:
         self._response = response
         self._streams = streams
         self._usage_always = usage_always
+        self._pads = pads  # its events hide how long their text is
         self._num_choices = num_choices  # of each prompt
         self._choices = list(zip(streams, chunks, strict=True))
         self._open = self._choices.copy()
         first = chunks[0]
-        is_plain = not isinstance(first, DetailedChoice)
+        is_plain = not isinstance(first, DetailedChoice) and not pads
         self._hides_output = isinstance(first, DetailedChoice) and first.hides_output
         self._only = streams[0] if len(streams) == 1 and not usage_always and is_plain else None
         self._only_chunks = chunks[0]
@@ -273,7 +278,8 @@ class Answer:
         usage = self.usage() if self._usage_always else None
         opening = [chunks.open() for _, chunks in self._open] if self._opens else []
         self._opens = False
-        return b"".join(opening + [self._take_one(*choice, usage) for choice in list(self._open)])
+        data = b"".join(opening + [self._take_one(*choice, usage) for choice in list(self._open)])
+        return obfuscated(data) if self._pads else data
 
     def usage(self) -> Usage:
         """The usage of the request so far, over its choices."""

@@ -8,7 +8,9 @@ import asyncio
 from aiohttp import web
 
 from ..errors import InvalidRequest
-from ..wire.response_events import EventStream
+from ..wire.obfuscation import Obfuscated
+from ..wire.requests import wants_obfuscation
+from ..wire.response_events import EventStream, Framing
 from ..wire.response_input import as_items
 from ..wire.responses import decode_response
 from .completions import check_model
@@ -22,17 +24,20 @@ async def create(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses."""
     body = decode_response(await read_request(request))
     check_model(request.app[LLM], body.model)
-    return await answer(request, await request.app[RESPONSES].start(body), stream=body.stream is True)
+    live = await request.app[RESPONSES].start(body)
+    return await answer(request, live, stream=body.stream is True, pads=wants_obfuscation(body.stream_options))
 
 
-async def answer(request: web.Request, live: LiveResponse, *, stream: bool) -> web.StreamResponse:
+async def answer(
+    request: web.Request, live: LiveResponse, *, stream: bool, pads: bool = False
+) -> web.StreamResponse:
     """All of it as events, or as one object. It ends with its client, unless that may come back.
 
     Raises:
         AsyncLLMError: what ended it.
     """
     if stream:
-        return await _stream(request, live)
+        return await _stream(request, live, pads=pads)
     try:
         await asyncio.wait([live.over])  # over itself would be cancelled with this handler
     finally:
@@ -55,8 +60,9 @@ async def input_tokens(request: web.Request) -> web.StreamResponse:
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """GET /v1/responses/{id}; with ?stream=true its events, behind ?starting_after=."""
     live = _live(request)
-    if request.query.get("stream", "").lower() in ("true", "1"):
-        return await _stream(request, live, after=_number(request.query.get("starting_after"), "starting_after"))
+    if _flag(request, "stream"):
+        after = _number(request.query.get("starting_after"), "starting_after")
+        return await _stream(request, live, after=after, pads=_flag(request, "include_obfuscation"))
     return json_response(live.whole())
 
 
@@ -83,7 +89,8 @@ async def input_items(request: web.Request) -> web.StreamResponse:
 async def events(request: web.Request) -> web.StreamResponse:
     """GET /v1/responses/{id}/events: as an EventSource wants it, with ids, and resumed behind Last-Event-ID."""
     after = _number(request.headers.get("Last-Event-ID"), "Last-Event-ID")
-    return await _stream(request, _live(request), after=after, with_ids=True)
+    pads = _flag(request, "include_obfuscation")
+    return await _stream(request, _live(request), after=after, with_ids=True, pads=pads)
 
 
 async def cancel(request: web.Request) -> web.StreamResponse:
@@ -103,8 +110,8 @@ async def delete(request: web.Request) -> web.StreamResponse:
 class EventSink:
     """An event stream as a Sink. The last events are left for the task, which closes the body with them."""
 
-    def __init__(self, response: EventResponse, *, with_ids: bool) -> None:
-        self.framing = EventStream(with_ids=with_ids)
+    def __init__(self, response: EventResponse, framing: Framing) -> None:
+        self.framing = framing
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.give_patience = response.give_patience
         self._response = response
@@ -139,10 +146,11 @@ class EventSink:
 
 
 async def _stream(
-    request: web.Request, live: LiveResponse, *, after: int = -1, with_ids: bool = False
+    request: web.Request, live: LiveResponse, *, after: int = -1, with_ids: bool = False, pads: bool = False
 ) -> web.StreamResponse:
     response = EventResponse(request, {"X-Response-Id": live.id})
-    sink = EventSink(response, with_ids=with_ids)
+    framing = EventStream(with_ids=with_ids)
+    sink = EventSink(response, Obfuscated(framing) if pads else framing)
     try:
         with response:
             live.attach(sink, after)  # before anything is awaited: from here on detach() ends it
@@ -157,6 +165,10 @@ async def _stream(
 
 def _live(request: web.Request) -> LiveResponse:
     return request.app[RESPONSES].get(request.match_info["id"])
+
+
+def _flag(request: web.Request, name: str) -> bool:
+    return request.query.get(name, "").lower() in ("true", "1")
 
 
 def _choice(request: web.Request, name: str, choices: tuple[str, ...]) -> str:

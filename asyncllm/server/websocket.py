@@ -20,7 +20,9 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from ..errors import AsyncLLMError, Draining, InvalidRequest, QueueFull
 from ..llm import AsyncLLM
 from ..wire.errors import error_reply
-from ..wire.response_events import SocketFrames, error_frame
+from ..wire.obfuscation import Obfuscated
+from ..wire.requests import StreamOptions, wants_obfuscation
+from ..wire.response_events import Framing, SocketFrames, error_frame
 from ..wire.responses import (
     ResponseRequest,
     Update,
@@ -322,7 +324,7 @@ class Lane:
 
     def __init__(self, connection: Connection, stream_id: str | None) -> None:
         self.stream_id = stream_id
-        self.framing = SocketFrames(stream_id)
+        self.framing: Framing = SocketFrames(stream_id)  # of what runs
         self.queue: deque[Order] = deque()
         self.running: LiveResponse | None = None
         self.write = connection.push
@@ -409,7 +411,8 @@ class Lane:
         body = decode_response(order.message)
         check_model(connection.llm, body.model)
         self._settle(order, partial(self._change, body))  # a moment later it could be some tokens ahead
-        await self._follow(await connection.responses.start(body, connection), -1, order)
+        live = await connection.responses.start(body, connection)
+        await self._follow(live, -1, order, body.stream_options)
 
     def _settle(self, order: Order, apply: Callable[[Update], None]) -> None:
         """Whatever updates came before it ran; an error is of its update alone."""
@@ -427,9 +430,12 @@ class Lane:
     async def _attach(self, order: Order) -> None:
         attach = decode_attach(order.message)
         live = self._connection.responses.get(attach.response_id)
-        await self._follow(live, -1 if attach.starting_after is None else attach.starting_after, order)
+        after = -1 if attach.starting_after is None else attach.starting_after
+        await self._follow(live, after, order, attach.stream_options)
 
-    async def _follow(self, live: LiveResponse, after: int, order: Order) -> None:
+    async def _follow(self, live: LiveResponse, after: int, order: Order, options: StreamOptions | None) -> None:
+        frames = SocketFrames(self.stream_id)
+        self.framing = Obfuscated(frames) if wants_obfuscation(options) else frames
         self._over = asyncio.get_running_loop().create_future()
         self.running = live
         self._settle(order, partial(self._connection.apply, live))

@@ -23,6 +23,7 @@ _AFTER = {"type": "integer", "minimum": 0, "description": "Only the events behin
 _FOLLOW = (
     {"name": "stream", "in": "query", "schema": {"type": "boolean"}},
     {"name": "starting_after", "in": "query", "schema": _AFTER},
+    {"name": "include_obfuscation", "in": "query", "schema": {"type": "boolean"}},
 )
 _PAGE = (
     {"name": "after", "in": "query", "schema": _TEXT},

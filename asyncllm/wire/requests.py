@@ -36,7 +36,7 @@ Prompt = str | list[int]
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # a label: there is no padding
+    include_obfuscation: bool | None = None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -335,6 +335,11 @@ def answer_id(prefix: str, request: GenerationRequest) -> str:
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def wants_obfuscation(options: StreamOptions | None) -> bool:
+    """Whether the stream's events are padded. OpenAI's are unless this is false; here who wants it says so."""
+    return options is not None and bool(options.include_obfuscation)
 
 
 def wants_usage(request: GenerationRequest) -> tuple[bool, bool]:

@@ -129,6 +129,7 @@ class Attach(msgspec.Struct, kw_only=True):
 
     response_id: str
     starting_after: Int | None = None
+    stream_options: StreamOptions | None = None
 
 
 class Cancel(msgspec.Struct, kw_only=True):

@@ -246,13 +246,13 @@ def test_a_pause_uses_up_nobodys_patience(checkpoint: Path) -> None:
                 runs = await client.completions.create(prompt="fox", max_tokens=16000, ignore_eos=True, stream=True)
                 await anext(runs)
                 waits = [asyncio.create_task(client.completions.create(prompt="x", max_tokens=2)) for _ in range(8)]
-                while server.metrics()["requests_waiting"] < len(waits):
+                while server.metrics()["requests_waiting"] < len(waits):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
                 server.process.send_signal(signal.SIGSTOP)
                 await asyncio.sleep(4)
                 server.process.send_signal(signal.SIGCONT)
                 step = server.metrics()["engine_step"]
-                while server.metrics()["engine_step"] < step + 2:  # whoever is sent away is so by now
+                while server.metrics()["engine_step"] < step + 2:  # noqa: ASYNC110  (who is sent away is so by now)
                     await asyncio.sleep(0.02)
                 await runs.close()
                 assert [(await one).choices[0].finish_reason for one in waits] == ["length"] * len(waits)
