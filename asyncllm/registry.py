@@ -98,8 +98,12 @@ class Registry:
         self._inbox.put(Abort(request_id))
 
     def fail_all(self, error: AsyncLLMError) -> None:
+        """End all. Everybody hears before anything is counted: it may be the counting that has broken."""
+        for mailbox in list(self.mailboxes.values()):
+            mailbox.fail(error)
         for request_id in list(self.mailboxes):
-            self.fail(request_id, error)
+            self._forget(request_id)
+            self._inbox.put(Abort(request_id))
 
     # -- from the engine --
 

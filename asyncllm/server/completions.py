@@ -325,4 +325,4 @@ class Answer:
 
 def _as_ours(error: Exception) -> AsyncLLMError:
     """A copy: one error may end many requests, and each raise would grow its traceback."""
-    return copy.copy(error) if isinstance(error, AsyncLLMError) else AsyncLLMError(str(error))
+    return copy.copy(error) if isinstance(error, AsyncLLMError) else AsyncLLMError("internal error")

@@ -235,8 +235,9 @@ class LiveResponse:
         return b"".join(all_events(script, self._pieces, self.outcome)[max(0, after + 1) :])
 
     def _end(self, sink: Sink, script: Script, data: bytes, outcome: Outcome) -> None:
+        data += b"".join(script.closing(outcome))  # before it is over: where this raises the client is cut off
         self._finish(outcome)
-        sink.end(data + b"".join(script.closing(outcome)))
+        sink.end(data)
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcome = outcome

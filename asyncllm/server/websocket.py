@@ -209,11 +209,15 @@ class Connection:
         self._outflow.cut_off()
 
     def refuse(self, error: Exception, stream_id: str | None) -> None:
-        """An error frame; the socket stays open."""
+        """An error frame; the socket stays open, if it can be said."""
         if not isinstance(error, AsyncLLMError):
             log.error("unexpected error on a socket", exc_info=error)
         status, body, _ = error_reply(error)
-        self.push(error_frame(status, body, stream_id))
+        try:
+            self.push(error_frame(status, body, stream_id))
+        except Exception:  # or the client would wait for what nobody says
+            log.exception("unexpected error while refusing, on a socket that is cut off")
+            self.cut_off()
 
     # -- in --
 

@@ -5,6 +5,7 @@ Only the model folder's template is ever run, in jinja's sandbox; a request cann
 """
 
 import json
+import traceback
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -132,11 +133,19 @@ class ChatTemplate:
         except (InvalidRequest, RecursionError):
             raise
         except Exception as error:  # whatever a template can run into: undefined names, wrong types, the sandbox
-            raise InvalidRequest(
-                f"the model's chat template cannot render these messages: {error}", "messages"
-            ) from error
+            message = f"the model's chat template cannot render these messages: {_reason(error)}"
+            raise InvalidRequest(message, "messages") from error
         text = "".join(parts)
         return _cut_open(text, messages) if ending == "continued" else text
+
+
+def _reason(error: Exception) -> str:
+    """Jinja's own sentences name what the template wants; Python's may show whatever value it stumbled over."""
+    if isinstance(error, jinja2.TemplateError):
+        return str(error)
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [number for frame, number in frames if frame.f_code.co_filename == "<template>"]
+    return f"a {type(error).__name__} in its line {lines[-1]}" if lines else f"a {type(error).__name__}"
 
 
 def _cut_open(rendered: str, messages: list[Message]) -> str:

@@ -87,7 +87,7 @@ class StreamDetokenizer:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the library panics, some decoders by their configuration; no Exception, that
-            raise AsyncLLMError(f"token id {token_id} cannot be decoded: {error}") from error
+            raise AsyncLLMError(f"token id {token_id} cannot be decoded") from error
         if text is not None:
             self._held.clear()
             return str(text)
