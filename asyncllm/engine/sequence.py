@@ -38,8 +38,8 @@ class Sequence:
         "planned_len", "committed_len", "num_drawing", "num_in_flight", "final_len", "num_places", "finish_reason",
         "told", "output_ids", "ending_ids", "prompt_len", "slot",
         "submission", "request_id", "rank", "params", "_prompt_ids", "cached_len", "computed_len", "pages", "private",
-        "node", "num_published", "waits_since_s", "admitted_s", "first_token_s", "num_logprobs", "matcher", "num_scored",
-        "_scores",
+        "node", "num_published", "waits_since_s", "admitted_s", "first_token_s", "num_logprobs", "matcher",
+        "num_scored", "_scores",
     )  # fmt: skip
 
     def __init__(self, submission: Submission) -> None:
