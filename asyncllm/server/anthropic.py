@@ -9,6 +9,7 @@ from aiohttp import web
 
 from ..wire.anthropic import CountRequest, as_chat, decode_count, decode_messages, template_messages
 from ..wire.anthropic_events import MessageHead, error_body
+from ..wire.requests import terms
 from ..wire.tools import tool_use
 from . import gate
 from .asking import ask, call_id_chars, naming, prompt_of
@@ -50,7 +51,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     check_model(llm, body.model)
     with naming(_names(body)):
         asked = await ask(llm, as_chat(body), template_messages(body))
-        stream = llm.submit(asked.prompt_ids, asked.params, shown=asked.shown)
+        stream = llm.submit(asked.prompt_ids, asked.params, shown=asked.shown, **terms(body))
     head = MessageHead(
         id=f"msg_{secrets.token_hex(12)}",
         model=llm.model_name,

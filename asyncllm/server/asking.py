@@ -121,17 +121,23 @@ async def prompt_of(
 
 
 _LEVEL = re.compile(r"\.(function|json_schema)\b")
+_FIELD = re.compile(r"'(\w+(?:[.\[][\w.\[\]]*)?)'")  # as messages quote it
 
 
 @contextmanager
 def naming(names: dict[str, str]) -> Iterator[None]:
-    """An error names the field as the other API has it: `names` by chat's, and what lies one level less deep."""
+    """An error names fields as the other API has them: `names` by chat's, and what lies one level less deep."""
     try:
         yield
     except InvalidRequest as error:
-        first, rest = re.split(r"(?=[.\[])|$", error.param or "", maxsplit=1)
-        error.param = (names.get(first, first) + _LEVEL.sub("", rest)) or None
+        error.param = None if error.param is None else _renamed(error.param, names)
+        error.args = (_FIELD.sub(lambda match: f"'{_renamed(match[1], names)}'", str(error)), *error.args[1:])
         raise
+
+
+def _renamed(param: str, names: dict[str, str]) -> str:
+    first, rest = re.split(r"(?=[.\[])|$", param, maxsplit=1)
+    return names.get(first, first) + _LEVEL.sub("", rest)
 
 
 def call_id_chars(llm: AsyncLLM) -> int | None:

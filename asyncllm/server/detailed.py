@@ -211,9 +211,9 @@ class DetailedChoice:
         return details.put_beside(details.put_in(data, [self._teller.take()]), self._teller.take_beside())
 
 
-def token_logprobs(llm: AsyncLLM, entries: Sequence[Logprob]) -> list[dict[str, Any]]:
+def token_logprobs(llm: AsyncLLM, as_ids: bool, entries: Sequence[Logprob]) -> list[dict[str, Any]]:
     """As chat and responses have them."""
-    name = partial(_name, llm, False)
+    name = partial(_name, llm, as_ids)
     positions = [
         Position(name(one.token_id), one.logprob, [(name(i), value) for i, value in one.top], 0) for one in entries
     ]

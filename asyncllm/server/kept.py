@@ -14,12 +14,14 @@ from aiohttp import web
 from ..errors import InvalidRequest
 from ..llm import AsyncLLM
 from ..types import CALLER, SamplingParams
+from ..wire.requests import terms
 from ..wire.response_events import Head
 from ..wire.response_input import input_messages
 from ..wire.responses import NAMES, ResponseRequest, as_chat, echo, tells_logprobs
 from .asking import Asked, ask, ask_what_fits, call_id_chars, naming
 from .detailed import token_logprobs
 from .live import LiveResponse, Messages
+from .saying import TellLogprobs
 from .settings import Settings
 
 
@@ -62,8 +64,9 @@ class Responses:
         """
         messages = self._past(body.previous_response_id, owner) + input_messages(body.input)
         asked = await self._ask(body, messages)
-        progress = body.progress is True
-        stream = self._llm.submit(asked.prompt_ids, _params(asked, body), shown=asked.shown, wants_progress=progress)
+        told = terms(body) | {"shown": asked.shown, "wants_progress": body.progress is True}
+        with naming(NAMES):
+            stream = self._llm.submit(asked.prompt_ids, _params(asked, body), **told)
         head = Head(
             id=f"resp_{secrets.token_hex(12)}",
             created_at=int(time.time()),
@@ -81,7 +84,7 @@ class Responses:
             stored=body.store is not False,
             resumable=body.resumable is True,
             parting=asked.parting,
-            tell_logprobs=partial(token_logprobs, self._llm) if tells_logprobs(body) else None,
+            tell_logprobs=self._tell_logprobs(body),
             is_warm_up=body.generate is False,
             owner=owner,
         )
@@ -89,6 +92,11 @@ class Responses:
         if live.owner is not None:
             self._owned.setdefault(live.owner, set()).add(live.id)
         return live
+
+    def _tell_logprobs(self, body: ResponseRequest) -> TellLogprobs | None:
+        if not tells_logprobs(body):
+            return None
+        return partial(token_logprobs, self._llm, body.return_tokens_as_token_ids is True)
 
     async def count(self, body: ResponseRequest) -> int:
         """The tokens of the prompt that start() would make.

@@ -10,9 +10,9 @@ import msgspec
 from ..errors import InvalidRequest
 from .formats import JsonSchema, ResponseFormat
 from .messages import MAX_MESSAGES, MAX_PARTS, add_turn
-from .requests import ChatRequest, Int, decode
+from .requests import ChatRequest, Int, Sampling, decode, shared
 from .tools import Function, NamedFunction, Tool, ToolChoice
-from .unserved import ANTHROPIC
+from .unserved import OF_ANTHROPIC, all_but
 
 _ROLES = ("system", "user", "assistant")
 
@@ -87,8 +87,8 @@ class OutputConfig(msgspec.Struct):
     format: OutputFormat | None = None
 
 
-class CountRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/messages/count_tokens."""
+class CountRequest(Sampling, kw_only=True):
+    """POST /v1/messages/count_tokens. How to sample changes no count: it may stand there as in the request itself."""
 
     messages: list[MessageParam]
     model: str | None = None
@@ -105,11 +105,9 @@ class MessagesRequest(CountRequest, kw_only=True):
     max_tokens: Int
     stream: bool | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
 
 
+ANTHROPIC = all_but(MessagesRequest.__struct_fields__, OF_ANTHROPIC)
 _request = msgspec.json.Decoder(MessagesRequest)
 _count = msgspec.json.Decoder(CountRequest)
 
@@ -139,12 +137,12 @@ def as_chat(request: CountRequest) -> ChatRequest:
         reasoning_effort=_effort(request),
         response_format=_format(request.output_config),
         include_reasoning=request.thinking is None or request.thinking.display != "omitted",
+        **shared(request),
     )
     if request.messages and request.messages[-1].role == "assistant":  # "prefill": the answer goes on from there
         chat.continue_final_message = True
     if isinstance(request, MessagesRequest):
         chat.max_tokens, chat.stop = request.max_tokens, request.stop_sequences
-        chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
     return chat
 
 

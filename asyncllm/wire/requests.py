@@ -39,24 +39,18 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """The fields that chat and completions share."""
+class Sampling(msgspec.Struct, kw_only=True):
+    """The fields that every route has which answers: how to sample, what form to keep to, when and beside whom."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Int | None = None
     min_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
     min_p: float | None = None
     seed: Int | None = None
-    stop: str | list[str] | None = None
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    n: Int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -64,14 +58,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[Int] | None = None
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: Int | bool | None = None  # false is none
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # tokens in logprobs as "token_id:5"
     priority: Int | None = None  # the lower goes first
     cache_salt: str | None = None
     timeout: float | None = None  # seconds
-    request_id: str | None = None  # the end of the answer's id
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -80,6 +69,22 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
     ebnf: str | None = None
+
+
+class GenerationRequest(Sampling, kw_only=True):
+    """The fields that chat and completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Int | None = None
+    stop: str | list[str] | None = None
+    n: Int | None = None
+    prompt_logprobs: Int | bool | None = None  # false is none
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # tokens in logprobs as "token_id:5"
+    request_id: str | None = None  # the end of the answer's id
+    response_format: ResponseFormat | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -298,7 +303,12 @@ def _biases(given: dict[str, float]) -> dict[int, float]:
     return biases
 
 
-def terms(request: GenerationRequest) -> dict[str, Any]:
+def shared(request: Sampling) -> dict[str, Any]:
+    """The fields that every route has, as one of them was given them."""
+    return {name: getattr(request, name) for name in Sampling.__struct_fields__}
+
+
+def terms(request: Sampling) -> dict[str, Any]:
     """What the engine is told beside the sampling: priority, timeout_s and cache_salt, where they are given."""
     given = {"priority": request.priority, "timeout_s": request.timeout, "cache_salt": request.cache_salt}
     return {name: value for name, value in given.items() if value is not None}

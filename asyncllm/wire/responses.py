@@ -11,10 +11,10 @@ import orjson
 
 from ..errors import InvalidRequest
 from .formats import JsonSchema, ResponseFormat
-from .requests import ChatRequest, Int, StreamOptions, decode
+from .requests import ChatRequest, Int, Sampling, StreamOptions, decode
 from .response_input import InputItem
 from .tools import AllowedTools, Function, NamedFunction, NamedTool, Tool, ToolChoice
-from .unserved import RESPONSES
+from .unserved import OF_RESPONSES, all_but
 
 _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _MAX_METADATA_CHARS = 32_768
@@ -67,7 +67,7 @@ class Reasoning(msgspec.Struct):
     mode: str | None = None
 
 
-class ResponseRequest(msgspec.Struct, kw_only=True):
+class ResponseRequest(Sampling, kw_only=True):
     """POST /v1/responses, and response.create: the fields that are served."""
 
     input: str | list[InputItem] | None = None
@@ -77,8 +77,6 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Int | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -91,15 +89,13 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     include: list[str] | None = None
     truncation: str | None = None
     generate: bool | None = None  # false: a warm-up: compute the input, for previous_response_id, and say nothing
-    # -- ours --
-    min_tokens: Int | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    seed: Int | None = None
+    # -- chat's --
     stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # -- ours --
     resumable: bool | None = None  # outlives its connection, for a while
     progress: bool | None = None  # tell the place in the queue and the prefill
 
@@ -143,6 +139,7 @@ class Envelope(msgspec.Struct, kw_only=True):
     stream_id: Any = None
 
 
+RESPONSES = all_but(ResponseRequest.__struct_fields__, OF_RESPONSES)
 _request = msgspec.json.Decoder(ResponseRequest)
 _envelope = msgspec.json.Decoder(Envelope)
 _update = msgspec.json.Decoder(Update)
@@ -227,7 +224,7 @@ def as_chat(request: ResponseRequest) -> ChatRequest:
     Raises:
         InvalidRequest: naming what cannot be said so.
     """
-    shared = {name: getattr(request, name) for name in _SHARED}
+    given = {name: getattr(request, name) for name in _SHARED}
     return ChatRequest(
         messages=[],
         max_tokens=request.max_output_tokens,
@@ -236,7 +233,7 @@ def as_chat(request: ResponseRequest) -> ChatRequest:
         reasoning_effort=_effort(request.reasoning or Reasoning()),
         response_format=_format(request.text or TextConfig()),
         logprobs=tells_logprobs(request),
-        **shared,
+        **given,
     )
 
 

@@ -6,6 +6,7 @@ A value that asks for nothing passes: null, "", [], {} everywhere, and what is l
 Fields that no list here names are ignored, as OpenAI's clients send each other's extras.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -40,12 +41,8 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 # Served by chat and completions.
 BOTH: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": (),
-    "allowed_token_ids": (), "bad_words": (), "include_stop_str_in_output": (False,), "logprobs": (False,),
-    "prompt_logprobs": (False,), "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
-    "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
-    "guided_choice": (), "guided_grammar": (), "json_schema": (), "regex": (), "ebnf": (),
-    "priority": (0,), "cache_salt": (), "timeout": (), "request_id": (),
+    "n": (1,), "logprobs": (False,), "prompt_logprobs": (False,), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,), "response_format": ({"type": "text"},), "request_id": (), "stop": (),
 }  # fmt: skip
 
 # Served by completions alone.
@@ -58,8 +55,7 @@ CHAT_ALONE: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (), "separate_reasoning": _BOOLS, "include_reasoning": _BOOLS,
 }  # fmt: skip
 
-# Of responses alone; these are served there too, some in other words.
-OWN_WORDS = frozenset(("tools", "tool_choice", "parallel_tool_calls", "top_logprobs"))
+# Of responses alone.
 OF_RESPONSES: dict[str, tuple[Any, ...]] = {
     "background": (False,), "background_options": (), "conversation": (), "context_management": (), "prompt": (),
     "access_programs": (), "image": (),
@@ -71,7 +67,7 @@ OF_RESPONSES: dict[str, tuple[Any, ...]] = {
 OF_ANTHROPIC: dict[str, tuple[Any, ...]] = {
     "output_format": (), "container": (), "diagnostics": (), "speed": ("standard",),
     "context_management": (), "mcp_servers": (), "compaction": (), "fallbacks": (), "fallback_credit_token": (),
-    "billing_policy": (), "thread": (), "stop": (), "max_completion_tokens": (), "n": (1,),
+    "billing_policy": (), "thread": (), "max_completion_tokens": (),
 }  # fmt: skip
 ANTHROPIC_LABELS = frozenset((
     "metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id", "cache_control", "betas",
@@ -96,10 +92,13 @@ class Unserved:
 
 CHAT = Unserved(UNSERVED | COMPLETIONS_ALONE)
 COMPLETIONS = Unserved(UNSERVED | CHAT_ALONE)
-_ALL = UNSERVED | BOTH | COMPLETIONS_ALONE | CHAT_ALONE | OF_RESPONSES
-RESPONSES = Unserved({name: neutral for name, neutral in _ALL.items() if name not in OWN_WORDS})
 TOKENS = Unserved(_OF_TOKENS)
-ANTHROPIC = Unserved(OF_ANTHROPIC)
+
+
+def all_but(served: Iterable[str], own: dict[str, tuple[Any, ...]]) -> Unserved:
+    """What chat and completions know and this route does not serve, and what it alone might be asked for."""
+    table = UNSERVED | BOTH | COMPLETIONS_ALONE | CHAT_ALONE | own
+    return Unserved({name: table[name] for name in table.keys() - set(served)})
 
 
 def refuse_unserved(body: bytes, unserved: Unserved = COMPLETIONS) -> None:

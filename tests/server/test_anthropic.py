@@ -7,13 +7,14 @@ import msgspec
 import orjson
 import pytest
 
+from asyncllm.errors import InvalidRequest
 from asyncllm.wire import schemas
-from asyncllm.wire.anthropic import MessagesRequest, decode_messages, template_messages
+from asyncllm.wire.anthropic import ANTHROPIC, MessagesRequest, decode_messages, template_messages
 from asyncllm.wire.anthropic_events import MessageHead
 from asyncllm.wire.items import Piece
 from asyncllm.wire.response_events import EventStream, Outcome, all_events
 from asyncllm.wire.sse import Decoder
-from asyncllm.wire.unserved import ANTHROPIC_LABELS, OF_ANTHROPIC
+from asyncllm.wire.unserved import ANTHROPIC_LABELS
 
 from ..text import toys
 from .conftest import BOTH, HI, MODEL, Serve, Served, endless
@@ -301,7 +302,7 @@ def test_every_field_of_anthropics_types_is_served_a_label_or_refused() -> None:
     from anthropic.types.beta import message_create_params as beta
 
     assert anthropic.__version__
-    known = set(MessagesRequest.__struct_fields__) | ANTHROPIC_LABELS | set(OF_ANTHROPIC)
+    known = set(MessagesRequest.__struct_fields__) | ANTHROPIC_LABELS | set(ANTHROPIC.table)
     for params in (
         message_create_params.MessageCreateParamsStreaming,
         message_create_params.MessageCreateParamsNonStreaming,
@@ -309,4 +310,11 @@ def test_every_field_of_anthropics_types_is_served_a_label_or_refused() -> None:
         beta.MessageCreateParamsStreaming,
     ):
         assert set(params.__annotations__) - known == set()
-    assert not set(MessagesRequest.__struct_fields__) & (ANTHROPIC_LABELS | set(OF_ANTHROPIC))
+    assert not set(MessagesRequest.__struct_fields__) & (ANTHROPIC_LABELS | set(ANTHROPIC.table))
+
+
+@pytest.mark.parametrize("name", sorted(ANTHROPIC.table))
+def test_what_is_not_served_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode_messages(json.dumps({"messages": HI, "max_tokens": 1, name: {"asks": "for something"}}).encode())
+    assert caught.value.param == name

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from openai.types.responses import response_create_params
 
-from asyncllm.wire.responses import ResponseRequest
-from asyncllm.wire.unserved import LABELS, RESPONSES
+from asyncllm.wire.responses import RESPONSES, ResponseRequest
+from asyncllm.wire.unserved import LABELS
 
 from ..text import toys
 from .conftest import Serve, Served, endless

@@ -29,9 +29,9 @@ from asyncllm.wire.response_events import (
     error_frame,
 )
 from asyncllm.wire.response_input import input_messages
-from asyncllm.wire.responses import ResponseRequest
+from asyncllm.wire.responses import RESPONSES, ResponseRequest
 from asyncllm.wire.sse import Decoder
-from asyncllm.wire.unserved import LABELS, RESPONSES
+from asyncllm.wire.unserved import LABELS
 
 STREAM_EVENT: Any = TypeAdapter(ResponseStreamEvent)
 OUTCOMES = [
