@@ -63,11 +63,11 @@ CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B03
 class GrammarSpec(msgspec.Struct, frozen=True):
     """What an answer must look like, as its request says it.
 
-    kinds: "json" (a JSON schema), "regex", "choice" (a JSON list of strings), "grammar" (Lark or EBNF), and
-    "lark", which is ours.
+    kinds: "json" (a JSON schema), "regex", "choice" (a JSON list of strings) and "grammar" (Lark or EBNF); "lark" and
+    "ebnf" are ours.
     """
 
-    kind: Literal["json", "regex", "choice", "grammar", "lark"]
+    kind: Literal["json", "regex", "choice", "grammar", "lark", "ebnf"]
     source: str
     param: str = "grammar"  # of the request: who is to blame if it is wrong
     frame: str = ""  # Lark around it, where it is called @body
@@ -89,8 +89,8 @@ class Grammar(Protocol):
 
     def matcher(self) -> Matcher: ...
 
-    def wear_out(self) -> None:
-        """Nobody is to have it from now on: one of its matchers met a limit, which they share."""
+    def wear_out(self, matcher: Matcher) -> Exception:
+        """Nobody is to have it from now on: this matcher met a limit, which all of its share. What to tell of that."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,6 @@
 GPU thread; numpy only. It never knows grammars' insides, nor how a sequence ends.
 """
 
-from ..errors import InvalidRequest
 from .batch import Int32, Masker
 from .sequence import Sequence
 from .step import Step
@@ -45,9 +44,8 @@ class Matching:
         return list(zip(sequences, accepted, strict=True))
 
 
-def unmatched(sequence: Sequence) -> InvalidRequest:
+def unmatched(sequence: Sequence) -> Exception:
     """Its grammar cannot be followed any further, and nobody else is to try."""
     assert sequence.matcher is not None
-    sequence.params.grammar.wear_out()
-    reason = sequence.matcher.get_error().partition("\n")[0][:200]
-    return InvalidRequest(f"the grammar cannot be followed any further: {reason}", "grammar")
+    error: Exception = sequence.params.grammar.wear_out(sequence.matcher)
+    return error

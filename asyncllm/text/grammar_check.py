@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 _MEMORY_BYTES = 2 << 30
 # What runs of white space between JSON's parts may be: without a bound weak models stay in them to their limit.
@@ -41,7 +41,7 @@ def made(kind: str, source: str, frame: str) -> str:
     elif kind == "choice":
         part = {"lark_grammar": "start: " + " | ".join([json.dumps(text) for text in json.loads(source)])}
     else:
-        part = {"lark_grammar": any_to_lark(source) if kind == "grammar" else source}
+        part = {"lark_grammar": gbnf_to_lark(source) if kind == "ebnf" else source}
     parts = [{"lark_grammar": frame}, {"name": "body", **part}] if frame else [part]
     return json.dumps({"grammars": parts})
 
@@ -74,7 +74,7 @@ def main() -> None:
             grammar = made(*json.loads(line))
             reason = problem(tokenizer, grammar)
         except Exception as error:  # the library raises bare Exception where a grammar has no root
-            reason = f"{type(error).__name__}: {error}"
+            reason = str(error) or type(error).__name__
         print(json.dumps([grammar, reason]), flush=True)
 
 

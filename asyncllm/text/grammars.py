@@ -19,13 +19,15 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from ..errors import AsyncLLMError, InvalidRequest
-from ..types import GrammarSpec
+from ..types import GrammarSpec, Matcher
 from .grammar_check import limits
+from .notation import idle_part, in_words, is_ebnf
 from .tokenizer import Tokenizer
 
 CHECK_S = 5.0  # for one grammar; nearly all take milliseconds
@@ -38,12 +40,15 @@ _MAX_SOURCE_CHARS = {"json": 2 << 20, "choice": 2 << 20, "regex": 1 << 16, "gram
 class Grammar:
     """A compiled grammar. `matcher()` makes the state of one answer, in a microsecond."""
 
-    def __init__(self, start: LLMatcher) -> None:
+    def __init__(self, start: LLMatcher, param: str) -> None:
         self._start = start
+        self._param = param
         self.is_worn = False  # its copies share what its lexer has met, and the limit of that
 
-    def wear_out(self) -> None:
+    def wear_out(self, matcher: Matcher) -> InvalidRequest:
         self.is_worn = True
+        reason = in_words(matcher.get_error())[:400]
+        return InvalidRequest(f"'{self._param}' cannot be kept to any further: {reason}", self._param)
 
     def matcher(self) -> LLMatcher:
         return self._start.deep_copy()
@@ -87,7 +92,7 @@ class Grammars:
         """
         with self._lock:
             if (grammar := self._cached.get(spec)) is None or grammar.is_worn:
-                grammar = self._cached[spec] = Grammar(self._compiled(spec))
+                grammar = self._cached[spec] = Grammar(self._compiled(spec), spec.param)
                 self._evict()
         return grammar
 
@@ -110,16 +115,31 @@ class Grammars:
     def _compiled(self, spec: GrammarSpec) -> LLMatcher:
         if len(spec.source) > (most := _MAX_SOURCE_CHARS[spec.kind]):
             raise InvalidRequest(f"'{spec.param}' has more than {most} characters", spec.param)
-        grammar, reason = self._check.ask(spec)
+        grammar, reason = self._check.ask(_read(spec))
         if not reason:
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
             if not matcher.is_error():
                 matcher.deep_copy().compute_bitmask()  # the first mask takes longest: not in a step
             reason = matcher.get_error()
         if reason:
-            message = reason.split("<non-verbose/>")[0].strip()
+            message = in_words(reason, has_places=spec.kind == "grammar" and not spec.frame)
             raise InvalidRequest(f"'{spec.param}' cannot be used: {message[:400]}", spec.param)
         return matcher
+
+
+def _read(spec: GrammarSpec) -> GrammarSpec:
+    """The same, in a notation that llguidance knows and can act on.
+
+    Raises:
+        InvalidRequest: it cannot act on some of it.
+    """
+    if spec.kind != "grammar":
+        return spec
+    if is_ebnf(spec.source):
+        return msgspec.structs.replace(spec, kind="ebnf")
+    if reason := idle_part(spec.source):
+        raise InvalidRequest(f"'{spec.param}' cannot be used: {reason}", spec.param)
+    return msgspec.structs.replace(spec, kind="lark")
 
 
 class _Words:

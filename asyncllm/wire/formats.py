@@ -100,10 +100,17 @@ def _json(schema: dict[str, Any] | str | None, param: str) -> list[GrammarSpec]:
             schema = msgspec.json.decode(schema, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError):
             raise InvalidRequest("the schema is not a JSON object", param) from None
+    refuse_options(schema, param)
     try:
         return [GrammarSpec("json", orjson.dumps(schema).decode(), param)]
     except orjson.JSONEncodeError:  # deeper than it goes, or numbers beyond 64 bits
         raise InvalidRequest("the schema is nested too deeply, or holds too large a number", param) from None
+
+
+def refuse_options(schema: dict[str, Any], param: str) -> None:
+    """Raises: InvalidRequest, for a schema that tells the grammar engine how to read it: that is told already."""
+    if "x-guidance" in schema:
+        raise InvalidRequest("'x-guidance' is not for a request to set", f"{param}.x-guidance")
 
 
 def _regex(pattern: str | None, param: str) -> list[GrammarSpec]:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ..errors import InvalidRequest
+from .formats import refuse_options
 
 MAX_TOOLS = 128  # OpenAI's own limit
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -97,6 +98,7 @@ def _functions(tools: list[Tool]) -> tuple[Function, ...]:
             )
         if tool.function is None:
             raise InvalidRequest("a function tool needs its 'function'", f"tools[{i}].function")
+        refuse_options(tool.function.parameters or {}, f"tools[{i}].function.parameters")
         name = tool.function.name
         if not _NAME.fullmatch(name) or name in seen:
             message = f"a function's name is given once, in 1 to 64 of A-Z a-z 0-9 _ . -, not {name[:80]!r}"

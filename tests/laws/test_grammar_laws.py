@@ -232,8 +232,9 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_request(grammars: Gramma
         def matcher(self) -> Broken:
             return Broken()
 
-        def wear_out(self) -> None:
+        def wear_out(self, matcher: Any) -> Exception:
             self.is_worn = True
+            return InvalidRequest(matcher.get_error())
 
     grammar = Grammar()
     house = House(engine_config(), vocab_size=num_tokens())

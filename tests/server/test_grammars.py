@@ -106,6 +106,17 @@ async def test_gram_1_a_wrong_demand_is_a_400_that_names_it(serve: Serve, stream
         rootless = await served.chat(stream=stream, structured_outputs={"grammar": 'x ::= "a"'})
         refused(rootless, "structured_outputs.grammar")
         assert "root" in rootless.error["message"]  # and not that the process which tries it has ended
+        options = {"type": "object", "x-guidance": {"lenient": True}}
+        refused(await served.chat(stream=stream, **schema(options)), f"{path}.schema.x-guidance")
+        tool = function("f", parameters=options)
+        refused(await served.chat(stream=stream, tools=[tool]), "tools[0].function.parameters.x-guidance")
+        for wrong, said in (
+            ('start: x\nx[temperature=0.5]: "a"', "'temperature'"), ('start: x\nx[capture]: "a"', "'capture'"),
+            ("start: A\nA: /a/ & /b/", "no text fits it"), ("start: <|im_end|>", "names a token"),
+        ):  # fmt: skip
+            answer = await served.chat(stream=stream, guided_grammar=wrong)
+            refused(answer, "guided_grammar")
+            assert said in answer.error["message"]
         refused(await served.chat(stream=stream, regex="a", guided_choice=["a"]), "regex")
         assert (await neighbour).finish_reason == "length"
         recursive = {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}

@@ -48,7 +48,8 @@ def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
     assert grammars.find(DIGITS) is None
     grammar = grammars.compile(DIGITS)
     assert grammar is grammars.compile(DIGITS) is grammars.find(DIGITS)
-    grammar.wear_out()
+    error = grammar.wear_out(grammar.matcher())
+    assert isinstance(error, InvalidRequest) and error.param == "regex"
     assert grammars.find(DIGITS) is None and grammars.compile(DIGITS) is not grammar
 
 
