@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import EMPTY_PAYLOAD, StreamReader, http_parser, web
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import _ErrInfo
 
 from ..wire.errors import error_body
@@ -111,7 +112,16 @@ class Door(web.RequestHandler):
             log.info("malformed HTTP from %s: %s", request.remote, type(exc).__name__)  # its words may be a prompt's
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun; another cannot be sent")
-        response = web.Response(status=status, body=_body(status), content_type="application/json")
+        if _is_too_large(exc):
+            body = error_body(
+                f"the request's head is too large: it has at most {self.max_headers} fields, and {self.max_field_size} "
+                "bytes in a field or a path",
+                "invalid_request_error",
+                code="head_too_large",
+            )
+            response = web.Response(status=431, body=body, content_type="application/json")
+        else:
+            response = web.Response(status=status, body=_body(status), content_type="application/json")
         response.headers["Server"] = "asyncllm"
         response.force_close()
         return response
@@ -154,6 +164,11 @@ class Door(web.RequestHandler):
         self._turned_away = True
         transport.write(_plain_reply(503, "Service Unavailable", _body(503), b"Retry-After: 1\r\n"))
         transport.close()
+
+
+def _is_too_large(error: BaseException | None) -> bool:
+    """Too many fields have no class of their own."""
+    return isinstance(error, LineTooLong) or (isinstance(error, BadHttpMessage) and "Too many" in error.message)
 
 
 class Masks:

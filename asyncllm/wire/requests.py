@@ -14,6 +14,7 @@ import msgspec
 
 from ..errors import InvalidRequest
 from ..types import MAX_LOGPROBS, SamplingParams
+from .broken import broken_json
 from .formats import ResponseFormat, StructuredOutputs
 from .messages import Message
 from .tools import Tool, ToolChoice
@@ -249,7 +250,7 @@ def decode(decoder: "msgspec.json.Decoder[Request]", body: bytes, unserved: Unse
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+        raise broken_json(body, error) from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     return request

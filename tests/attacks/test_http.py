@@ -34,11 +34,15 @@ MALFORMED = {
     "length of 30 digits": f"{POST}Content-Length: {'9' * 30}\r\n\r\n{HIDDEN}",
     "unknown coding": f"{POST}Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n{HIDDEN}",
     "coding behind chunked": f"{POST}Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n{HIDDEN}",
-    "field of 9 kB": f"GET /v1/models HTTP/1.1\r\n{HOST}X-A: {'a' * 9000}\r\n\r\n",
-    "200 fields": f"GET /v1/models HTTP/1.1\r\n{HOST}" + "".join(f"X-{i}: a\r\n" for i in range(200)) + "\r\n",
-    "path of 9 kB": f"GET /{'a' * 9000} HTTP/1.1\r\n{HOST}\r\n",
     "no host": "GET /v1/models HTTP/1.1\r\n\r\n",
     "two hosts": f"GET /v1/models HTTP/1.1\r\n{HOST}Host: evil.example\r\n\r\n",
+}
+TOO_LARGE = {
+    "field of 9 kB": f"GET /v1/models HTTP/1.1\r\n{HOST}X-A: {'a' * 9000}\r\n\r\n",
+    "200 fields": f"GET /v1/models HTTP/1.1\r\n{HOST}" + "".join(f"X-{i}: a\r\n" for i in range(200)) + "\r\n",
+    "5000 fields": f"GET /v1/models HTTP/1.1\r\n{HOST}" + "".join(f"X-{i}: a\r\n" for i in range(5000)) + "\r\n",
+    "name of 9 kB": f"GET /v1/models HTTP/1.1\r\n{HOST}X-{'a' * 9000}: a\r\n\r\n",
+    "path of 9 kB": f"GET /{'a' * 9000} HTTP/1.1\r\n{HOST}\r\n",
 }
 BROKEN_CHUNKS = {
     "size": "zz\r\nab\r\n0\r\n\r\n",
@@ -61,12 +65,21 @@ def test_malformed_http_is_refused_in_json_and_the_connection_closed(server: Ser
     assert reply.headers["server"] == "asyncllm"
 
 
+@pytest.mark.parametrize("data", TOO_LARGE.values(), ids=TOO_LARGE.keys())
+def test_a_head_beyond_the_limits_is_told_them(server: ServerProcess, data: str) -> None:
+    with Raw(server) as raw:
+        raw.send(data)
+        [reply] = replies(raw.rest())
+    assert (reply.status, reply.error["code"]) == (431, "head_too_large")
+    assert "128 fields" in reply.error["message"] and "8190 bytes" in reply.error["message"]
+
+
 @pytest.mark.parametrize("chunks", BROKEN_CHUNKS.values(), ids=BROKEN_CHUNKS.keys())
 def test_broken_chunks_are_refused(server: ServerProcess, chunks: str) -> None:
     with Raw(server) as raw:
         raw.send(f"{POST}Transfer-Encoding: chunked\r\n\r\n{chunks}{HIDDEN}")
         answers = replies(raw.rest())
-    assert [reply.status for reply in answers] == [400] and answers[0].error
+    assert [reply.status for reply in answers] in ([400], [431]) and answers[0].error
 
 
 @pytest.mark.parametrize("chunks", BROKEN_CHUNKS.values(), ids=BROKEN_CHUNKS.keys())
