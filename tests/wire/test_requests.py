@@ -5,14 +5,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from openai.types import completion_create_params
+from openai.types import chat as chat_kinds
+from openai.types import completion_create_params, shared_params
 from openai.types.chat import ChatCompletionStreamOptionsParam
 from openai.types.chat import completion_create_params as chat_create_params
 
 from asyncllm.errors import InvalidRequest
 from asyncllm.types import SamplingParams
-from asyncllm.wire import requests
-from asyncllm.wire.messages import template_messages
+from asyncllm.wire import formats, requests, tools
+from asyncllm.wire.messages import FunctionCall, Message, Part, ToolCall, template_messages
 from asyncllm.wire.requests import ChatRequest, CompletionRequest, StreamOptions
 from asyncllm.wire.unserved import CHAT_ALONE, LABELS, UNSERVED
 
@@ -330,3 +331,55 @@ def test_a_refusal_and_reasoning_are_kept() -> None:
     assert read({"role": "assistant", "content": [part]})[0]["content"] == "no"
     [message] = read({"role": "assistant", "content": "x", "reasoning_content": "why", "name": "Bob"})
     assert (message["reasoning_content"], message["name"]) == ("why", "Bob")
+
+
+# -- and of what lies within --
+
+PART_LABELS = {"prompt_cache_breakpoint"}  # every prefix is cached
+
+
+@pytest.mark.parametrize(
+    ("struct", "params"),
+    [
+        (Message, chat_kinds.ChatCompletionDeveloperMessageParam),
+        (Message, chat_kinds.ChatCompletionSystemMessageParam),
+        (Message, chat_kinds.ChatCompletionUserMessageParam), (Message, chat_kinds.ChatCompletionAssistantMessageParam),
+        (Message, chat_kinds.ChatCompletionToolMessageParam), (Part, chat_kinds.ChatCompletionContentPartTextParam),
+        (Part, chat_kinds.ChatCompletionContentPartRefusalParam),
+        (ToolCall, chat_kinds.ChatCompletionMessageFunctionToolCallParam),
+        (FunctionCall, chat_kinds.chat_completion_message_function_tool_call_param.Function),
+        (tools.Tool, chat_kinds.ChatCompletionFunctionToolParam), (tools.Function, shared_params.FunctionDefinition),
+        (tools.ToolChoice, chat_kinds.ChatCompletionNamedToolChoiceParam),
+        (tools.ToolChoice, chat_kinds.ChatCompletionAllowedToolChoiceParam),
+        (tools.AllowedTools, chat_kinds.ChatCompletionAllowedToolsParam),
+        (formats.ResponseFormat, shared_params.ResponseFormatJSONSchema),
+        (formats.JsonSchema, shared_params.response_format_json_schema.JSONSchema),
+        (requests.StreamOptions, chat_kinds.ChatCompletionStreamOptionsParam),
+    ],
+)  # fmt: skip
+def test_every_field_of_a_served_kind_is_known(struct: Any, params: Any) -> None:
+    assert openai_fields(params) - PART_LABELS <= set(struct.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        *[({"messages": [{"role": "user", "content": [{"type": kind, kind: {}}]}]}, "messages[0].content[0]")
+          for kind in ("image_url", "input_audio", "file")],
+        ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "x"}}]}, "messages[0].audio"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "id": "x", "custom": {"name": "f"}}]}]},
+         "messages[0].tool_calls[0].function"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}],
+          "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice"),
+    ],
+)  # fmt: skip
+def test_every_other_kind_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    def served() -> None:
+        request = requests.decode_chat(msgspec.json.encode({"messages": [{"role": "user", "content": "x"}]} | fields))
+        template_messages(request.messages)
+        tools.tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+
+    assert refusal(served)[0] == param
