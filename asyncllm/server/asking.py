@@ -130,9 +130,19 @@ def naming(names: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
+        error.args = (_in_message(str(error), error.param or "", names), *error.args[1:])
         error.param = None if error.param is None else _renamed(error.param, names)
-        error.args = (_FIELD.sub(lambda match: f"'{_renamed(match[1], names)}'", str(error)), *error.args[1:])
         raise
+
+
+def _in_message(message: str, param: str, names: dict[str, str]) -> str:
+    """A message quotes what its sender wrote, too: a plain word is a field only where it is the one at fault."""
+
+    def renamed(quoted: re.Match[str]) -> str:
+        is_field = "_" in quoted[1] or quoted[1] == param
+        return f"'{_renamed(quoted[1], names)}'" if is_field else quoted[0]
+
+    return _FIELD.sub(renamed, message)
 
 
 def _renamed(param: str, names: dict[str, str]) -> str:

@@ -51,6 +51,15 @@ def limits() -> LLParserLimits:
     return LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=50_000, verbose_errors=False)
 
 
+def tried(tokenizer: LLTokenizer, kind: str, source: str, frame: str) -> tuple[str, str]:
+    """The grammar and why it cannot be used. Behind reasoning that may go on for ever its own impossibility would not
+    be seen, so it is tried alone first."""
+    if frame and source and (reason := problem(tokenizer, made(kind, source, ""))):
+        return "", reason
+    grammar = made(kind, source, frame)
+    return grammar, problem(tokenizer, grammar)
+
+
 def problem(tokenizer: LLTokenizer, grammar: str) -> str:
     """Why it cannot be used; "" if it can."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
@@ -71,8 +80,7 @@ def main() -> None:
     for line in sys.stdin:
         grammar = ""
         try:
-            grammar = made(*json.loads(line))
-            reason = problem(tokenizer, grammar)
+            grammar, reason = tried(tokenizer, *json.loads(line))
         except Exception as error:  # the library raises bare Exception where a grammar has no root
             reason = str(error) or type(error).__name__
         print(json.dumps([grammar, reason]), flush=True)

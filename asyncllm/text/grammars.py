@@ -122,7 +122,7 @@ class Grammars:
                 matcher.deep_copy().compute_bitmask()  # the first mask takes longest: not in a step
             reason = matcher.get_error()
         if reason:
-            message = in_words(reason, has_places=spec.kind == "grammar" and not spec.frame)
+            message = in_words(reason, has_places=spec.kind == "grammar")
             raise InvalidRequest(f"'{spec.param}' cannot be used: {message[:400]}", spec.param)
         return matcher
 

@@ -138,6 +138,9 @@ async def test_a_refusal_speaks_of_the_fields_that_were_sent(serve: Serve) -> No
         assert told.error["message"].startswith("'text.format.schema' cannot be used")
         told = await served.post(RESPONSES, {"input": "hi", "text": {"format": {"type": "json_object"}}, "regex": "a"})
         assert told.error["message"] == "'text.format' and 'regex' demand two forms of one answer"
+        tool = {"type": "function", "name": "x"}
+        told = await served.post(RESPONSES, {"input": "hi", "tools": [tool], "tool_choice": tool | {"name": "prompt"}})
+        assert told.error["message"] == "no tool has the name 'prompt'"
         told = await served.post(RESPONSES, {"input": "hi", "max_output_tokens": -1})
         assert told.error["message"] == "'max_output_tokens' must be at least 1, got -1"
 

@@ -215,6 +215,13 @@ async def test_reasoning_comes_before_what_is_demanded(serve: Serve, stream: boo
         assert json.loads(message(answer)["content"])["name"] in ("Ada", "Bob")
 
 
+async def test_what_nothing_fits_is_refused_behind_reasoning_too(serve: Serve) -> None:
+    async with serve("hm</think>", template=toys.TOOLS, **LONG) as served:
+        answer = await served.chat(guided_grammar="start: A\nA: /a/ & /b/")
+        refused(answer, "guided_grammar")
+        assert "no text fits it" in answer.error["message"]
+
+
 async def test_a_row_with_a_grammar_among_rows_without(serve: Serve) -> None:
     """Each says in company what it says alone."""
     async with serve(endless, **LONG) as served:
