@@ -60,10 +60,11 @@ async def upgrade(request: web.Request) -> web.StreamResponse:
     check_origin(request)
     sockets.check_open()
     socket = web.WebSocketResponse(
+        autoclose=False,  # it takes codes that nobody may send
         compress=False,  # a deflate for each token
         decode_text=False,
         heartbeat=settings.heartbeat_s,
-        max_msg_size=settings.max_body_bytes,
+        max_msg_size=settings.max_body_bytes + 1,  # the first size that is refused
         timeout=_CLOSE_S,
     )
     if not socket.can_prepare(request).ok:
@@ -80,10 +81,18 @@ async def upgrade(request: web.Request) -> web.StreamResponse:
                 await connection.take(message.data)
             elif message.type is WSMsgType.BINARY:
                 connection.refuse(SocketLimit("binary_not_supported", "a message is a text frame of JSON"), None)
+        if not socket.closed:  # theirs came first
+            await socket.close(code=_answer(socket.close_code), drain=False)
     finally:
         sockets.discard(connection)
         connection.lost(socket.close_code)
     return socket
+
+
+def _answer(code: int | None) -> int:
+    """To a close with this code, or none. Codes that are for oneself, or that nobody has assigned, are not sent."""
+    may_be_sent = not code or (code != WSCloseCode.ABNORMAL_CLOSURE and code < 5000)
+    return WSCloseCode.OK if may_be_sent else WSCloseCode.PROTOCOL_ERROR
 
 
 class Sockets:

@@ -244,6 +244,8 @@ def decode(decoder: "msgspec.json.Decoder[Request]", body: bytes, unserved: Unse
         InvalidRequest: naming the field.
     """
     try:
+        if not body.isascii():
+            body.decode()  # the decoder looks at no text that it has no field for
         request = decoder.decode(body)
         if unserved is not None:
             refuse_unserved(body, unserved)

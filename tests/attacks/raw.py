@@ -99,18 +99,21 @@ def _fields(head: bytes) -> dict[str, str]:
     return {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def frame(opcode: int, payload: bytes = b"", *, fin: bool = True, rsv: int = 0, masked: bool = True) -> bytes:
+def frame(
+    opcode: int, payload: bytes = b"", *, fin: bool = True, rsv: int = 0, masked: bool = True, mask: bytes = bytes(4)
+) -> bytes:
     """A WebSocket frame, as right or as wrong as asked for."""
     length = len(payload)
     head = bytes([(0x80 if fin else 0) | rsv << 4 | opcode])
     mark = 0x80 if masked else 0
+    hidden = bytes([byte ^ mask[i % 4] for i, byte in enumerate(payload)]) if any(mask) else payload
     if length < 126:
         head += bytes([mark | length])
     elif length < 65536:
         head += bytes([mark | 126]) + struct.pack("!H", length)
     else:
         head += bytes([mark | 127]) + struct.pack("!Q", length)
-    return head + (b"\0\0\0\0" if masked else b"") + payload
+    return head + (mask + hidden if masked else payload)
 
 
 def until_true(condition: Any, timeout_s: float = 15.0) -> None:
