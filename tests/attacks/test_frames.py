@@ -1,6 +1,6 @@
 """RFC 6455, clause by clause, on the real process: what is right is answered, what is wrong closes with its code.
 
-The categories are those of Autobahn's suite, which wants a server that echoes, and Python 2.
+The categories are those of Autobahn's suite, which itself wants a server that echoes, and Python 2.
 """
 
 import json
