@@ -5,6 +5,7 @@ Loop thread. It never knows clients, nor how a piece is told.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 
 from ..stream import Stream
 from ..text import pieces as said
@@ -43,7 +44,7 @@ class PieceReader:
         """What has been said since, as far as it is certain; the rest too once the stream has ended."""
         ended = self._stream.ended
         pieces = [self._told(piece) for piece in self._parted(self._take_text(), ended) if self._is_told(piece)]
-        if ended and self._last is Kind.CONTENT and (silent := self._tokens.behind(self._num_chars)):
+        if ended and self._last is Kind.CONTENT and (silent := self._tokens.last_silent()):
             pieces.append(self._with_logprobs(CONTENT, "", silent))
         return pieces
 
@@ -99,6 +100,7 @@ class Tokens:
                 entries.append(token.entry)
         return entries
 
-    def behind(self, end: int) -> list[Logprob]:
-        """Those that wrote nothing and are followed by nothing, as EOS: the text ends here."""
-        return [token.entry for token in self._waiting if token.start == token.end >= end]
+    def last_silent(self) -> list[Logprob]:
+        """Of an answer that is over, those that wrote nothing and are followed by nothing, as EOS."""
+        last = list(takewhile(lambda token: token.start == token.end, reversed(self._waiting)))
+        return [token.entry for token in reversed(last)]

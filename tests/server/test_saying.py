@@ -44,11 +44,12 @@ def spelled(logprobs: list[Any]) -> str:
         ("nothing but this\n", ["nothing but this\n<|im_end|>"]),
         ("So STOP and on", ["So "]),
         ("<think>STOP", [""]),
+        ("So \u270b on", ["So "]),  # whose first bytes write nothing, and belong to what is not shown
     ],
 )
 async def test_logprobs_are_of_the_text_alone_streamed_as_whole(serve: Serve, answer: str, texts: list[str]) -> None:
     async with serve(answer, template=toys.TOOLS, **LONG) as served:
-        fields = TOLD | {"tools": [WEATHER], "stop": ["STOP"]}
+        fields = TOLD | {"tools": [WEATHER], "stop": ["STOP", "\u270b"]}
         whole = await ask(served, **fields)
         assert [spelled(part["logprobs"]) for part in messages(whole)] == texts
         async with reading(served, **fields) as stream:
