@@ -185,8 +185,12 @@ def _content(route: Route) -> dict[str, Any]:
 
 
 def _event(kind: Any) -> dict[str, Any]:
-    """One event of a stream, as readers of event streams see it."""
-    data = _TEXT | {"contentMediaType": "application/json", "contentSchema": _schema(kind)}
+    """One event of a stream, as readers of event streams see it. The streams of chunks may break off with an error;
+    those that do not end in a line that is no JSON."""
+    told = _schema(kind) if kind is s.Event else {"anyOf": [_schema(kind), _schema(s.Error)]}
+    data: dict[str, Any] = _TEXT | {"contentMediaType": "application/json", "contentSchema": told}
+    if kind is not s.Event:
+        data = {"anyOf": [{"const": "[DONE]"}, data]}
     return {"type": "object", "properties": {"data": data, "event": _TEXT, "id": _TEXT}, "required": ["data"]}
 
 

@@ -52,6 +52,8 @@ def test_limits_stand_where_they_are_checked() -> None:
     for name in ("ChatRequest", "CompletionRequest", "ResponseRequest", "MessagesRequest"):
         assert schemas_of[name]["properties"]["temperature"]["anyOf"][0] == limits
         assert schemas_of[name]["properties"]["model"]["anyOf"][0]["enum"] == [MODEL]
+        limits_of_penalty = {"type": "number", "minimum": -2, "maximum": 2}
+        assert schemas_of[name]["properties"]["presence_penalty"]["anyOf"][0] == limits_of_penalty
     told = json.dumps(schemas_of)
     for field in _NARROWER:
         struct, _, name = field.rpartition(".")
@@ -81,6 +83,18 @@ async def test_whole_answers_are_as_the_document_says(serve: Serve) -> None:
         msgspec.convert(response, schemas.Response)
         async with served.session.delete(f"{served.url}/v1/responses/{response['id']}") as deleted:
             as_said(await deleted.json(), schemas.Deleted)
+
+
+def test_the_end_of_a_stream_of_chunks_is_in_the_document() -> None:
+    paths = document("1", MODEL)["paths"]
+    for path, kind in ((CHAT, "ChatCompletionChunk"), (TEXT, "TextCompletion")):
+        content = paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+        done, chunk = content["schema"]["properties"]["data"]["anyOf"]
+        assert done == {"const": "[DONE]"}
+        told = [one["$ref"].rpartition("/")[2] for one in chunk["contentSchema"]["anyOf"]]
+        assert told == [kind, "Error"]
+    content = paths["/v1/responses"]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    assert content["schema"]["properties"]["data"]["contentSchema"]["$ref"].endswith("/Event")
 
 
 async def test_streamed_answers_are_as_the_document_says(serve: Serve) -> None:
