@@ -7,9 +7,10 @@ what a rule matched that nobody is told, a temperature that nobody samples by, a
 import json
 import re
 
-_EBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+# Every pattern here is linear in the text, which may be 65,536 characters of anything.
+_EBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 # Strings, patterns and comments of Lark: what looks like an annotation in there is none.
-_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
+_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/?')
 _ATTRIBUTES = re.compile(r"\w\s*\[([^\[\]]*)\]\s*:")  # of a rule: they stand before its colon
 _TOKEN = re.compile(r"<[^<>\s]*>")
 _REFERENCE = re.compile(r"@\w+")
@@ -58,6 +59,7 @@ def _idle_option(source: str, keyword: str, known: tuple[str, ...]) -> str:
 
 # -- what llguidance says --
 
+_MAX_REASON_CHARS = 4000
 _WORDS = {
     "NoExtension": "no text fits it",
     "NoExtensionBias": "no text fits it",
@@ -88,6 +90,8 @@ _REPHRASED = (
 
 def in_words(reason: str, *, has_places: bool = True) -> str:
     """Why a grammar cannot be used, without what only llguidance knows of. Places are those of its own text."""
+    if len(reason) > _MAX_REASON_CHARS:  # it repeats what it is about
+        reason = f"{reason[: _MAX_REASON_CHARS // 2]} ... {reason[-_MAX_REASON_CHARS // 2 :]}"
     text = reason.partition("<non-verbose/>")[0].strip()
     if (word := text.partition("\n")[0]) in _WORDS:
         return _WORDS[word]

@@ -39,8 +39,11 @@ def test_pairs_are_characters() -> None:
 
 
 def test_nothing_is_searched_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broken, "_MAX_SEARCHED_BYTES", 100)
+    monkeypatch.setattr(broken, "_MAX_READ_BYTES", 100)
     body = json.dumps({"prompt": "\ud800" + "x" * 100}).encode()
     with pytest.raises(InvalidRequest, match="the body holds half") as caught:
         requests.decode_completion(body)
     assert caught.value.param is None
+    monkeypatch.setattr(broken, "_MAX_SEARCHED_BYTES", 5)
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        requests.decode_completion(body)
