@@ -6,6 +6,9 @@
 # make gpu      on a machine with a GPU: the tests that need one, with the python3 that holds its torch (GPU_PY)
 # make gpu-figures   there too: every figure of the README and bench/RESULTS.md
 # make soak     half an hour of mixed load on a real server (MINUTES=30): memory, sockets, tasks and pages stay flat
+# make storm    five minutes of clients that leave within 50 ms, a thousand a second (STORM_S=300)
+# make timings  whether the time of an answer tells of a key or of another's prompt (PAIRS=10000)
+# make interpreters  attacks, endings and cases on a server under -O, and under -X dev -W error
 # make overload ten times what the server can do, for five minutes (OVERLOAD_S=300)
 # make cases    the gravest public bug reports, tried on a running server
 # make fuzz     the readers of requests and events under atheris, ten minutes each (FOR=600)
@@ -29,7 +32,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: serve test interop schemathesis interop-tests model lint fmt gpu gpu-figures gpu-memcheck soak overload cases fuzz prove
+.PHONY: serve test interop schemathesis interop-tests model lint fmt gpu gpu-figures gpu-memcheck soak storm timings interpreters overload cases fuzz prove
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.installed
@@ -93,10 +96,22 @@ gpu-memcheck:
 # What takes too long for every run of the suite; docs/reliability.md says what each of them shows.
 MINUTES    ?= 30
 OVERLOAD_S ?= 300
+STORM_S    ?= 300
+PAIRS      ?= 10000
 FOR        ?= 600
 
 soak: $(VENV)/.dev
 	$(PY) -m tests.e2e.soak --minutes $(MINUTES) $(ARGS)
+
+storm: $(VENV)/.dev
+	$(PY) -m tests.e2e.storm --seconds $(STORM_S) $(ARGS)
+
+timings: $(VENV)/.dev
+	$(PY) -m tests.attacks.timings --pairs $(PAIRS)
+
+interpreters: $(VENV)/.dev
+	ASYNCLLM_PYTHON_FLAGS='-O' $(PY) -m pytest tests/attacks tests/e2e/test_endings.py tests/e2e/severity3.py $(ARGS)
+	ASYNCLLM_PYTHON_FLAGS='-X dev -W error' $(PY) -m pytest tests/attacks tests/e2e/test_endings.py $(ARGS)
 
 overload: $(VENV)/.dev
 	@$(PY) -m asyncllm.hub > /dev/null

@@ -21,6 +21,13 @@ def test_every_row_is_there_once() -> None:
     assert set(range(1, 58)) <= set(rows)
 
 
+def test_every_row_names_what_shows_it() -> None:
+    rows = PAGE.partition("## The rows")[2].partition("\n## ")[0].splitlines()[4:]
+    assert len([line for line in rows if line.startswith("| ")]) == 57
+    for line in filter(None, rows):
+        assert re.search(r"`tests/\S+::\w+`|`make \w+`|as \d+", line.rsplit(" | ", 1)[1]), line
+
+
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\(`(tests/[\w/]+\.py)`\)", PAGE))))
 def test_a_script_that_is_named_exists(path: str) -> None:
     assert (ROOT / path).exists()

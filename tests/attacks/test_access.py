@@ -58,7 +58,9 @@ def ask(server: ServerProcess, line: str, *fields: str, body: str = "", host: st
         head = "".join(f"{field}\r\n" for field in fields)
         length = f"Content-Length: {len(body)}\r\n" if body else ""
         raw.send(f"{line} HTTP/1.1\r\nHost: {host}\r\n{head}{length}Connection: close\r\n\r\n{body}")
-        return replies(raw.rest())[0]
+        heard = raw.rest()
+    assert KEY.encode() not in heard and OTHER.encode() not in heard
+    return replies(heard)[0]
 
 
 @pytest.mark.parametrize("line", ROUTES)

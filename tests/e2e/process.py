@@ -3,29 +3,33 @@
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = {"NO_COLOR": "1"}
+PYTHON_FLAGS = shlex.split(os.environ.get("ASYNCLLM_PYTHON_FLAGS", ""))  # make interpreters: -O, -X dev
 
 
 class ServerProcess:
     """Started as a user would, on a port the system chooses; stderr is kept for the test to read.
 
-    `fault` is what breaks in it on purpose; with --supervise the server proper is a child of `process`.
+    `fault` is what breaks in it on purpose, `python` the interpreter's own flags; with --supervise the server proper
+    is a child of `process`.
     """
 
-    def __init__(self, *arguments: str, fault: str | None = None) -> None:
+    def __init__(self, *arguments: str, fault: str | None = None, python: Sequence[str] = PYTHON_FLAGS) -> None:
         self._stderr = tempfile.TemporaryFile("w+")
-        command = [sys.executable, "-m", "asyncllm", "serve", *arguments, "--port", "0", "--threads", "1"]
+        command = [sys.executable, *python, "-m", "asyncllm", "serve", *arguments, "--port", "0", "--threads", "1"]
         environment = os.environ | QUIET
         if fault is not None:
             command.append("--allow-fault-injection")

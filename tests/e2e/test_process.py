@@ -1,5 +1,6 @@
 """The server as its users meet it: one process, real sockets, a real (tiny, or the default) model."""
 
+import asyncio
 import json
 import re
 import shlex
@@ -17,6 +18,7 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.process import ROOT, ServerProcess
+from tests.e2e.storm import ROOMY, storm
 from tests.tiny import make_checkpoint
 
 
@@ -77,6 +79,34 @@ def test_streams_opened_and_closed_early_leave_nothing_behind(server: ServerProc
     assert max(sizes[4:]) < 1.05 * sizes[3], f"RSS after each wave: {sizes}"
     assert metrics(server)["asyncllm_kv_pages_total"] == cached
     assert server.stderr() == ""
+
+
+def test_a_storm_of_leavers_leaves_nothing_behind(checkpoint: Path) -> None:
+    """Row 37, in small: make storm blows for five minutes."""
+    with ServerProcess(str(checkpoint), *ROOMY) as server:
+        told = asyncio.run(storm(server, seconds=4, rate=1000))
+        assert set(told["left"]) >= {"streamed", "whole", "socket", "half"} and told["canary_answers"], told
+
+
+@pytest.mark.parametrize("python", [("-O",), ("-X", "dev", "-W", "error")], ids=["O", "dev"])
+def test_without_asserts_and_with_all_warnings_it_is_the_same_server(
+    checkpoint: Path, server: ServerProcess, python: tuple[str, ...]
+) -> None:
+    """Row 55, in small: make interpreters runs attacks, endings and cases so."""
+    with ServerProcess(str(checkpoint), "--log-level", "warning", python=python) as other:
+        for prompt in ("The quick", "brown fox"):
+            texts = [one.complete(prompt, max_tokens=16)["choices"][0]["text"] for one in (server, other)]
+            assert texts[0] == texts[1] != ""
+        for bad in ({"temperature": -1}, {"prompt": [1 << 30]}, {"logit_bias": {"-1": 1}}, {"n": 0}, {"stop": [""]}):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                other.complete(**({"prompt": "x"} | bad))
+            with refused.value as answer:
+                assert (answer.code, json.load(answer)["error"]["type"]) == (400, "invalid_request_error")
+        with other.connect() as leaver:
+            leaver.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        assert other.stop() == 0
+        told = [line for line in other.stderr().splitlines() if "asyncio: Executing" not in line]
+        assert told == []  # how long a callback took is dev's own affair
 
 
 def test_openai_client_streams_the_same_as_it_gets_whole(server: ServerProcess) -> None:
