@@ -21,8 +21,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 GRAPH_BYTES = 1 << 30  # what captured graphs and late allocations take beside the KV pool
 MAX_GRAPH_ROWS = 512
-# Running streams wait this long while a prompt comes in; long contexts take half of it more. Half as long a step takes 2%
-# of a burst's speed: its last prompts come in later, and then few rows read all weights.
+# Running streams wait this long while a prompt comes in; long contexts take half of it more. Half as long a step takes
+# 2% of a burst's speed: its last prompts come in later, and then few rows read all weights.
 MIXED_STEP_S = 0.045
 
 
