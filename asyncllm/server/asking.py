@@ -18,6 +18,7 @@ from ..wire import requests
 from ..wire.formats import grammar_spec
 from ..wire.requests import ChatRequest
 from ..wire.tools import Function, Tool, ToolUse, tool_use
+from ..wire.variables import EFFORT_VARIABLES, template_variables
 from .parting import Parting, parting
 
 
@@ -163,6 +164,6 @@ def _variables(llm: AsyncLLM, body: ChatRequest) -> dict[str, Any]:
         InvalidRequest: an effort that the template does not look at.
     """
     template, asks = llm.chat_template, body.reasoning_effort not in (None, "none")
-    if asks and template is not None and not template.reads(*requests.EFFORT_VARIABLES):
+    if asks and template is not None and not template.reads(*EFFORT_VARIABLES):
         raise InvalidRequest("this model reasons as it does: its template takes no effort", "reasoning_effort")
-    return requests.template_variables(body)
+    return template_variables(body.reasoning_effort, body.chat_template_kwargs)

@@ -11,9 +11,10 @@ import msgspec
 from . import schemas as s
 from .anthropic import CountRequest, MessagesRequest
 from .messages import ROLES
-from .requests import EFFORTS, ChatRequest, CompletionRequest
+from .requests import ChatRequest, CompletionRequest
 from .responses import ResponseRequest
 from .tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from .variables import EFFORTS
 
 OPENAPI = "3.1.0"  # the first whose schemas are JSON Schema, as msgspec writes it
 _REF = "#/components/schemas/{name}"

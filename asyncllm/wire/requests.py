@@ -26,10 +26,6 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 GREEDY_BELOW = 1e-5  # a temperature that makes every other token impossible, and would divide to infinity
 _MAX_TOP_K = 2**31 - 1  # larger ones are off all the same
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
-_OURS = frozenset(("messages", "tools", "documents", "add_generation_prompt"))  # of a template's variables
-
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Prompt = str | list[int]
 
@@ -154,27 +150,6 @@ def chat_params(request: ChatRequest) -> SamplingParams:
     if request.top_logprobs:
         raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
     return params
-
-
-def template_variables(request: ChatRequest) -> dict[str, Any]:
-    """What the request tells the chat template beside messages and tools.
-
-    An effort is told under the names that templates know it by: some count it, others switch thinking on or off.
-
-    Raises:
-        InvalidRequest: a variable that is not the request's to set, or an effort that there is none of.
-    """
-    variables: dict[str, Any] = {}
-    if (effort := request.reasoning_effort) is not None:
-        if effort not in EFFORTS:
-            raise InvalidRequest(f"'reasoning_effort' is one of {', '.join(EFFORTS)}", "reasoning_effort")
-        thinks = effort != "none"
-        variables = dict(zip(EFFORT_VARIABLES, (effort, thinks, thinks), strict=True))
-    for name in request.chat_template_kwargs or {}:
-        if name in _OURS or name.endswith("_token"):
-            path = f"chat_template_kwargs.{name[:80]}"
-            raise InvalidRequest(f"{name[:80]!r} is not for a request to set", path)
-    return variables | (request.chat_template_kwargs or {})
 
 
 def completion_params(request: CompletionRequest) -> SamplingParams:

@@ -201,6 +201,8 @@ async def test_a_control_token_in_a_tool_stays_text(serve: Serve) -> None:
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs.bos_token"),
+        ({"chat_template_kwargs": {f"k{i}": i for i in range(4097)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": [{"y": [0] * 64}] * 64}}, "chat_template_kwargs"),
     ],
 )
 @BOTH
