@@ -42,15 +42,22 @@ def idle_part(source: str) -> str:
         return f"{token[0][:80]} names a token: write its text"
     if reference := _REFERENCE.search(bare):
         return f"{reference[0][:80]} names another grammar, of which there are none"
-    return "".join([_idle_option(source, *known) for known in _KNOWN_OPTIONS.items()])
+    for keyword, known in _KNOWN_OPTIONS.items():
+        if reason := _idle_option(source, keyword, known):
+            return reason
+    return ""
 
 
 def _idle_option(source: str, keyword: str, known: tuple[str, ...]) -> str:
-    for found in re.finditer(rf"{keyword}\s*:?\s*", source):
+    begin, read, at = re.compile(rf"{keyword}\s*:?\s*"), json.JSONDecoder().raw_decode, 0
+    while found := begin.search(source, at):
         try:
-            options, _ = json.JSONDecoder().raw_decode(source, found.end())
+            options, at = read(source, found.end())
+        except json.JSONDecodeError as error:  # llguidance will say so
+            at = max(found.end(), error.pos)  # not again what has been read, or nested ones take quadratic time
+            continue
         except (ValueError, RecursionError):
-            continue  # llguidance will say so
+            return f"{keyword} is nested too deeply, or holds too large a number"
         unknown = [name for name in options if name not in known] if isinstance(options, dict) else []
         if unknown:
             return f"{keyword} knows no option {unknown[0][:80]!r}, but {', '.join(known)}"

@@ -1,5 +1,8 @@
 """What users write as grammars: what could not be acted on is named, and errors come without the engine's insides."""
 
+import json
+from typing import Any
+
 import pytest
 
 from asyncllm.text.notation import idle_part, in_words, is_ebnf
@@ -19,6 +22,9 @@ from asyncllm.text.notation import idle_part, in_words, is_ebnf
         ('start: "a" @body', "@body"),
         ('%llguidance {"temperature": 1}\nstart: "a"', "temperature"),
         ('start: %json {"x-guidance": {"white": 1}}', "white"),
+        ('start: %json {"x-guidance": {"lenient": 1}, "oneOf": [{"x-guidance": {"white": 1}}]}', "white"),
+        ('start: %json {"x-guidance": ' + "[" * 60_000, "nested too deeply"),
+        ('start: %json {"x-guidance": ' + "1" * 5000, "too large a number"),
     ],
 )
 def test_what_would_have_no_effect_is_named(source: str, named: str) -> None:
@@ -41,6 +47,23 @@ def test_what_would_have_no_effect_is_named(source: str, named: str) -> None:
 )
 def test_what_has_an_effect_or_is_text_passes(source: str) -> None:
     assert idle_part(source) == ""
+
+
+def test_nested_options_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they end or not; each of them read to its end would be quadratic."""
+    places: list[int] = []
+
+    class Decoder(json.JSONDecoder):
+        def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
+            places.append(idx)
+            return super().raw_decode(s, idx)
+
+    monkeypatch.setattr(json, "JSONDecoder", Decoder)
+    nested = "start: %json " + '{"x-guidance":' * 300
+    assert idle_part(nested) == ""
+    assert len(places) == 1
+    assert "knows no option 'x-guidance'" in idle_part(nested + "1" + "}" * 300)
+    assert len(places) == 2
 
 
 @pytest.mark.parametrize(
