@@ -1,6 +1,6 @@
 """Fields that a client may know and this server does not serve: refused by name, never ignored.
 
-Any thread. It never knows the fields that are served.
+Any thread. It never knows the structs of the requests.
 
 A value that asks for nothing passes: null, "", [], {} everywhere, and what is listed beside the name.
 Fields that no list here names are ignored, as OpenAI's clients send each other's extras.
@@ -43,6 +43,7 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 BOTH: dict[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "prompt_logprobs": (False,), "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,), "response_format": ({"type": "text"},), "request_id": (), "stop": (),
+    "stream_options": ({"include_usage": True}, {"include_usage": False}),
 }  # fmt: skip
 
 # Served by completions alone.
@@ -67,7 +68,8 @@ OF_RESPONSES: dict[str, tuple[Any, ...]] = {
 OF_ANTHROPIC: dict[str, tuple[Any, ...]] = {
     "output_format": (), "container": (), "diagnostics": (), "speed": ("standard",),
     "context_management": (), "mcp_servers": (), "compaction": (), "fallbacks": (), "fallback_credit_token": (),
-    "billing_policy": (), "thread": (), "max_completion_tokens": (),
+    "billing_policy": (), "thread": (),
+    "max_completion_tokens": (), "prompt": (),  # another route's: not to be lost silently
 }  # fmt: skip
 ANTHROPIC_LABELS = frozenset((
     "metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id", "cache_control", "betas",

@@ -12,6 +12,7 @@ from asyncllm.wire import schemas
 from asyncllm.wire.anthropic import ANTHROPIC, MessagesRequest, decode_messages, template_messages
 from asyncllm.wire.anthropic_events import MessageHead
 from asyncllm.wire.items import Piece
+from asyncllm.wire.requests import ChatRequest, CompletionRequest
 from asyncllm.wire.response_events import EventStream, Outcome, all_events
 from asyncllm.wire.sse import Decoder
 from asyncllm.wire.unserved import ANTHROPIC_LABELS
@@ -311,6 +312,11 @@ def test_every_field_of_anthropics_types_is_served_a_label_or_refused() -> None:
     ):
         assert set(params.__annotations__) - known == set()
     assert not set(MessagesRequest.__struct_fields__) & (ANTHROPIC_LABELS | set(ANTHROPIC.table))
+
+
+def test_every_field_of_chat_and_completions_is_served_a_label_or_refused() -> None:
+    theirs = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    assert theirs - set(MessagesRequest.__struct_fields__) - ANTHROPIC_LABELS - set(ANTHROPIC.table) == set()
 
 
 @pytest.mark.parametrize("name", sorted(ANTHROPIC.table))
