@@ -8,7 +8,7 @@
 # make soak     half an hour of mixed load on a real server (MINUTES=30): memory, sockets, tasks and pages stay flat
 # make storm    five minutes of clients that leave within 50 ms, a thousand a second (STORM_S=300)
 # make timings  whether the time of an answer tells of a key or of another's prompt (PAIRS=10000)
-# make interpreters  attacks, endings and cases on a server under -O, and under -X dev -W error
+# make interpreters  attacks, endings and cases on a server under -O, the first two under -X dev -W error too
 # make overload ten times what the server can do, for five minutes (OVERLOAD_S=300)
 # make cases    the gravest public bug reports, tried on a running server
 # make fuzz     the readers of requests and events under atheris, ten minutes each (FOR=600)

@@ -47,7 +47,7 @@ class Mailbox:
         self._spans: list[Span] | None = None  # of the ids that are spelled, for who asked
         self._num_chars = 0
         self._unread = False
-        self._logprobs: list[Logprob] = []  # of the unread ids, for who asked; read by take() alone
+        self._logprobs: list[Logprob] = []  # of the unread ids, for who asked
         self._prompt_logprobs: PromptLogprobs | None = None
 
     @property

@@ -71,7 +71,7 @@ def parting(llm: AsyncLLM, body: ChatRequest, prompt_ids: Sequence[int], use: To
 
 def reasoning_tokens(num_output_tokens: int, num_reasoning_chars: int, num_chars: int) -> int:
     """How many of an answer's tokens are reasoning: in proportion to its characters, so the same however it was cut.
-    Which token a character came with is known to nobody any more."""
+    Which token a character came with is kept for log probabilities alone."""
     return round(num_output_tokens * num_reasoning_chars / num_chars) if num_reasoning_chars else 0
 
 

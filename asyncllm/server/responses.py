@@ -168,7 +168,10 @@ def _live(request: web.Request) -> LiveResponse:
 
 
 def _flag(request: web.Request, name: str) -> bool:
-    return request.query.get(name, "").lower() in ("true", "1")
+    value = request.query.get(name, "").lower()
+    if value not in ("", "true", "1", "false", "0"):
+        raise InvalidRequest(f"'{name}' is true or false", name)
+    return value in ("true", "1")
 
 
 def _choice(request: web.Request, name: str, choices: tuple[str, ...]) -> str:

@@ -161,18 +161,17 @@ def test_a_close_is_answered_and_nothing_behind_it_is_read(server: ServerProcess
         with opened(server) as raw:
             raw.send(frame(CLOSE, struct.pack("!H", code) + reason, mask=MASK) + text(CREATE) + frame(CLOSE, b""))
             heard = frames(raw.rest())
-            assert [opcode for opcode, _ in heard] == [CLOSE]
-            assert int.from_bytes(heard[0][1][:2], "big") in (code, 1000)
+            assert heard == [(CLOSE, struct.pack("!H", 1000))]
 
 
 def test_other_ways_to_close(server: ServerProcess) -> None:
-    for data in (frame(CLOSE), text(CREATE)[:50] + b"", frame(TEXT, CREATE[:9], fin=False) + frame(CLOSE)):
+    for data in (frame(CLOSE), frame(TEXT, CREATE[:9], fin=False) + frame(CLOSE)):
         with opened(server) as raw:
             raw.send(data)
-            if data.startswith(b"\x81"):
-                raw.reset()
-                continue
             assert [opcode for opcode, _ in frames(raw.rest())] == [CLOSE]
+    with opened(server) as raw:
+        raw.send(text(CREATE)[:50])
+        raw.reset()
     for reason in NOT_UTF8.values():
         with opened(server) as raw:
             raw.send(frame(CLOSE, struct.pack("!H", 1000) + reason, mask=MASK))
@@ -181,16 +180,14 @@ def test_other_ways_to_close(server: ServerProcess) -> None:
 
 
 def test_over_the_limit_by_one_byte_or_by_eons(server: ServerProcess) -> None:
+    lengths = (200_001, 1 << 32, (1 << 63) - 1, 1 << 63)
     for data in (
         text(padded(200_001)), text(padded(100_000), b" " * 100_001), text(*[b" " * 60_000] * 4),
-        *(bytes([0x81, 0xFF]) + struct.pack("!Q", length) + MASK for length in (200_001, 1 << 32, (1 << 63) - 1)),
+        *(bytes([0x81, 0xFF]) + struct.pack("!Q", length) + MASK for length in lengths),
     ):  # fmt: skip
         with opened(server) as raw:
             raw.send(data)
             assert close_code(raw.rest()) == 1009
-    with opened(server) as raw:  # the topmost bit must be 0
-        raw.send(bytes([0x81, 0xFF]) + struct.pack("!Q", 1 << 63) + MASK)
-        assert close_code(raw.rest()) in (1002, 1009)
     alive(server)
 
 

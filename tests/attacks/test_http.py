@@ -79,7 +79,8 @@ def test_broken_chunks_are_refused(server: ServerProcess, chunks: str) -> None:
     with Raw(server) as raw:
         raw.send(f"{POST}Transfer-Encoding: chunked\r\n\r\n{chunks}{HIDDEN}")
         answers = replies(raw.rest())
-    assert [reply.status for reply in answers] in ([400], [431]) and answers[0].error
+    status = 431 if chunks == BROKEN_CHUNKS["trailers"] else 400  # these are fields like others
+    assert [reply.status for reply in answers] == [status] and answers[0].error
 
 
 @pytest.mark.parametrize("chunks", BROKEN_CHUNKS.values(), ids=BROKEN_CHUNKS.keys())

@@ -92,7 +92,7 @@ def test_a_storm_of_leavers_leaves_nothing_behind(checkpoint: Path) -> None:
 def test_without_asserts_and_with_all_warnings_it_is_the_same_server(
     checkpoint: Path, server: ServerProcess, python: tuple[str, ...]
 ) -> None:
-    """Row 55, in small: make interpreters runs attacks, endings and cases so."""
+    """Row 55, in small: make interpreters runs attacks and endings so, and under -O the cases."""
     with ServerProcess(str(checkpoint), "--log-level", "warning", python=python) as other:
         for prompt in ("The quick", "brown fox"):
             texts = [one.complete(prompt, max_tokens=16)["choices"][0]["text"] for one in (server, other)]

@@ -85,6 +85,12 @@ async def test_responses_deltas_are_all_as_long(serve: Serve) -> None:
         for follow in (f"{PATH}/{response_id}?stream=true&", f"{PATH}/{response_id}/events?"):
             async with served.session.get(f"{served.url}{follow}include_obfuscation=true") as again:
                 assert len(lengths((await again.read()).split(b"\n\n"))) == 1
+        for wrong, param in (
+            ("?stream=yes", "stream"), ("?stream=true&include_obfuscation=yes", "include_obfuscation"),
+            ("/events?include_obfuscation=2", "include_obfuscation"),
+        ):  # fmt: skip
+            status, body = await served.get(f"{PATH}/{response_id}{wrong}")
+            assert (status, body["error"]["param"]) == (400, param)
 
 
 async def test_a_lanes_frames_are_padded_for_the_response_that_asks(serve: Serve) -> None:
