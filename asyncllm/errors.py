@@ -19,6 +19,8 @@
 Imported by every floor; imports nothing of ours.
 """
 
+import copy
+
 
 class AsyncLLMError(Exception):
     """Base of all; `status`, `type` and `code` follow OpenAI's error object."""
@@ -103,3 +105,9 @@ class EngineStuck(EngineDead):
 
 class ModelError(AsyncLLMError):
     """Raised at start, never for a request."""
+
+
+def as_ours(error: Exception | None) -> AsyncLLMError:
+    """What ended a request, to be raised or told: a copy, as one error may end many requests, and each raise would
+    grow its traceback. The words of a bug are for the log alone."""
+    return copy.copy(error) if isinstance(error, AsyncLLMError) else AsyncLLMError("internal error")

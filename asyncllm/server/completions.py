@@ -4,7 +4,6 @@ Loop thread. It never knows token ids' meaning, steps or pages: an answer is a S
 """
 
 import asyncio
-import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from ..errors import AsyncLLMError, InvalidRequest, ModelNotFound
+from ..errors import AsyncLLMError, InvalidRequest, ModelNotFound, as_ours
 from ..llm import AsyncLLM
 from ..stream import Stream, likeliest
 from ..types import Completion, SamplingParams
@@ -312,7 +311,7 @@ class Answer:
         lasts = [stream.last for stream, _ in self._open]
         for last in lasts:
             if last is not None and last.error is not None:
-                self.error = _as_ours(last.error)
+                self.error = as_ours(last.error)
         if self.error is None and not all(last is not None and last.finish_reason is not None for last in lasts):
             return False
         self._wake()
@@ -321,8 +320,3 @@ class Answer:
     def _wake(self) -> None:
         if not self.woken.done():
             self.woken.set_result(None)
-
-
-def _as_ours(error: Exception) -> AsyncLLMError:
-    """A copy: one error may end many requests, and each raise would grow its traceback."""
-    return copy.copy(error) if isinstance(error, AsyncLLMError) else AsyncLLMError("internal error")

@@ -112,16 +112,12 @@ class Door(web.RequestHandler):
             log.info("malformed HTTP from %s: %s", request.remote, type(exc).__name__)  # its words may be a prompt's
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun; another cannot be sent")
+        body = _body(status)
         if _is_too_large(exc):
-            body = error_body(
-                f"the request's head is too large: it has at most {self.max_headers} fields, and {self.max_field_size} "
-                "bytes in a field or a path",
-                "invalid_request_error",
-                code="head_too_large",
-            )
-            response = web.Response(status=431, body=body, content_type="application/json")
-        else:
-            response = web.Response(status=status, body=_body(status), content_type="application/json")
+            most = f"{self.max_headers} fields, and {self.max_field_size} bytes in a field or a path"
+            message = f"the request's head is too large: it has at most {most}"
+            status, body = 431, error_body(message, "invalid_request_error", code="head_too_large")
+        response = web.Response(status=status, body=body, content_type="application/json")
         response.headers["Server"] = "asyncllm"
         response.force_close()
         return response
@@ -167,7 +163,7 @@ class Door(web.RequestHandler):
 
 
 def _is_too_large(error: BaseException | None) -> bool:
-    """Too many fields have no class of their own."""
+    """Too many fields have no class of their own in aiohttp."""
     return isinstance(error, LineTooLong) or (isinstance(error, BadHttpMessage) and "Too many" in error.message)
 
 

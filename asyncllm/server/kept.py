@@ -64,9 +64,11 @@ class Responses:
         """
         messages = self._past(body.previous_response_id, owner) + input_messages(body.input)
         asked = await self._ask(body, messages)
-        told = terms(body) | {"shown": asked.shown, "wants_progress": body.progress is True}
+        progress = body.progress is True
         with naming(NAMES):
-            stream = self._llm.submit(asked.prompt_ids, _params(asked, body), **told)
+            stream = self._llm.submit(
+                asked.prompt_ids, _params(asked, body), shown=asked.shown, wants_progress=progress, **terms(body)
+            )
         head = Head(
             id=f"resp_{secrets.token_hex(12)}",
             created_at=int(time.time()),

@@ -4,13 +4,12 @@ Loop thread. It never knows HTTP or WebSocket: a client is a Sink.
 """
 
 import asyncio
-import copy
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
-from ..errors import Aborted, AsyncLLMError
+from ..errors import Aborted, AsyncLLMError, as_ours
 from ..stream import Stream
 from ..types import CALLER, FinishReason, Progress
 from ..wire import items
@@ -265,7 +264,7 @@ class LiveResponse:
             return msgspec.structs.replace(whole, status="incomplete", reason="max_output_tokens")
         if self._cancelled and isinstance(last.error, Aborted):
             return msgspec.structs.replace(whole, status="cancelled")
-        self.error = copy.copy(last.error) if isinstance(last.error, AsyncLLMError) else AsyncLLMError("internal error")
+        self.error = as_ours(last.error)
         return msgspec.structs.replace(whole, status="failed", error=_told(self.error))
 
 
