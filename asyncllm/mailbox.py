@@ -17,14 +17,12 @@ from .errors import Aborted, AsyncLLMError
 from .pace import Pace, Reader
 from .text.detokenizer import Detokenizer
 from .text.stop import StopMatcher
-from .types import Delta, FinishReason, Logprob, Progress, PromptLogprobs, Submission, Written
+from .types import Delta, FinishReason, Logprob, Progress, PromptLogprobs, Submission, TokenSpan
 
 log = logging.getLogger(__name__)
 
 # What an id that nobody has read takes: an int and a place in a list.
 BYTES_PER_UNREAD_TOKEN = 36
-
-Span = tuple[int, int]  # of characters
 
 
 class Mailbox:
@@ -44,7 +42,7 @@ class Mailbox:
         self._token_ids: list[int] = []
         self._num_spelled = 0  # of these, already in _text
         self._text: list[str] = []
-        self._spans: list[Span] | None = None  # of the ids that are spelled, for who asked
+        self._spans: list[tuple[int, int]] | None = None  # [start, end) of the ids that are spelled, for who asked
         self._num_chars = 0
         self._unread = False
         self._logprobs: list[Logprob] = []  # of the unread ids, for who asked
@@ -116,8 +114,8 @@ class Mailbox:
 
     # -- to the reader --
 
-    def mark_tokens(self) -> None:
-        """Before the first token: the text will be read by take_written()."""
+    def track_spans(self) -> None:
+        """Before the first token: the text will be read by take_spans()."""
         self._spans = []
 
     def listen(self, reader: Reader | None) -> None:
@@ -146,7 +144,7 @@ class Mailbox:
         self._token_ids, self._text, self._num_spelled = [], [], 0
         return text
 
-    def take_written(self) -> tuple[str, list[Written]]:
+    def take_spans(self) -> tuple[str, list[TokenSpan]]:
         """take_text(), and what was asked to be told of the unread ids, each with its place in the text."""
         _, logprobs, _ = self.take_details()
         try:
@@ -154,7 +152,7 @@ class Mailbox:
         except Exception as error:
             self._break(error)
         text, spans, self._spans = self.take_text(), self._spans or (), []
-        return text, [Written(*span, entry) for span, entry in zip(spans, logprobs, strict=False)]
+        return text, [TokenSpan(*span, logprob) for span, logprob in zip(spans, logprobs, strict=False)]
 
     def take_details(self) -> tuple[list[int], list[Logprob], PromptLogprobs | None]:
         """The unread ids and what was asked to be told of them; before take_text(), which drops the ids."""
@@ -207,7 +205,7 @@ class Mailbox:
         for i, token_id in enumerate(delta.token_ids, 1):
             self._token_ids.append(token_id)
             self._num_spelled += 1
-            if matched := self._add_text(self._marked(self._visible_text(token_id, delta))):
+            if matched := self._add_text(self._tracked(self._visible_text(token_id, delta))):
                 return _stopped(delta, matched, delta.num_output_tokens - len(delta.token_ids) + i)
         if delta.finish_reason is not None:
             if matched := self._add_text(self._detokenizer.finish()):
@@ -222,10 +220,10 @@ class Mailbox:
             if self._spans is None:
                 self._text.append(self._detokenizer.push(new))
             else:
-                self._text += [self._marked(self._detokenizer.push((token_id,))) for token_id in new]
+                self._text += [self._tracked(self._detokenizer.push((token_id,))) for token_id in new]
             self._num_spelled = len(self._token_ids)
 
-    def _marked(self, text: str) -> str:
+    def _tracked(self, text: str) -> str:
         """One token's text, its place noted if that was asked for."""
         if self._spans is not None:
             self._spans.append((self._num_chars, self._num_chars + len(text)))

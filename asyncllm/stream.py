@@ -32,8 +32,8 @@ class Stream:
         # All text that has come since, for who listens. Bound here, as it is called for each token.
         self.take_text: Callable[[], str] = mailbox.take_text
         self.take_details = mailbox.take_details  # what is told of it beside, to be taken first
-        self.mark_tokens = mailbox.mark_tokens  # at once, by who reads with this in place of take_text:
-        self.take_written = mailbox.take_written
+        self.track_spans = mailbox.track_spans  # before the first token, by who reads by take_spans()
+        self.take_spans = mailbox.take_spans  # in place of take_text() and take_details()
 
     def __del__(self) -> None:
         # `async for ...: break` leaves no ghost request. The collector may run on any thread.

@@ -258,13 +258,13 @@ class Logprob(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...]
 
 
-class Written(NamedTuple):
+class TokenSpan(NamedTuple):
     """One token and the characters of the answer's text that it wrote: [start, end). A token that only begins a
     character, or is not shown, wrote none."""
 
     start: int
     end: int
-    entry: Logprob
+    logprob: Logprob
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 from ..stream import Stream
-from ..text import pieces as said
-from ..text.pieces import Kind
-from ..types import Logprob, Written
-from ..wire.items import CONTENT, Logprobs, Piece
+from ..text.pieces import Kind, Piece
+from ..types import Logprob, TokenSpan
+from ..wire import items
 from .parting import Parting, reasoning_tokens
 
-TellLogprobs = Callable[[Sequence[Logprob]], Logprobs]
+TellLogprobs = Callable[[Sequence[Logprob]], items.Logprobs]
 
 
 class PieceReader:
@@ -25,12 +24,12 @@ class PieceReader:
         self._parser = None if parting is None else parting.new_parser()
         self._tells_reasoning = parting is None or parting.tells_reasoning
         self._tell_logprobs = tell_logprobs
-        self._tokens = Tokens()
+        self._tokens = _Tokens()
         self._num_chars = 0  # of the answer's text
         self._num_said = self._num_reasoned = 0  # of these, in pieces, and in reasoning
         self._last = Kind.CONTENT
         if tell_logprobs is not None:
-            stream.mark_tokens()
+            stream.track_spans()
 
     @property
     def has_whole_calls(self) -> bool:
@@ -40,45 +39,47 @@ class PieceReader:
         """How many of so many tokens, which have all been taken, are reasoning."""
         return reasoning_tokens(num_output_tokens, self._num_reasoned, self._num_said)
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[items.Piece]:
         """What has been said since, as far as it is certain; the rest too once the stream has ended."""
-        ended = self._stream.ended
-        pieces = [self._told(piece) for piece in self._parted(self._take_text(), ended) if self._is_told(piece)]
+        ended, pieces = self._stream.ended, []
+        for piece in self._parted(self._take_text(), ended):
+            self._count(piece)
+            if self._tells_reasoning or piece.kind is not Kind.REASONING:
+                pieces.append(self._told(piece))
         if ended and self._last is Kind.CONTENT and (silent := self._tokens.last_silent()):
-            pieces.append(self._with_logprobs(CONTENT, "", silent))
+            pieces.append(self._content("", silent))
         return pieces
 
     def _take_text(self) -> str:
         if self._tell_logprobs is None:
             return self._stream.take_text()
-        text, tokens = self._stream.take_written()
-        self._tokens.add(tokens)
+        text, spans = self._stream.take_spans()
+        self._tokens.add(spans)
         return text
 
-    def _parted(self, text: str, ended: bool) -> list[said.Piece]:
+    def _parted(self, text: str, ended: bool) -> list[Piece]:
         start = self._num_chars
         self._num_chars += len(text)
         if self._parser is None:
-            return [said.Piece(Kind.CONTENT, text, start)] if text else []
+            return [Piece(Kind.CONTENT, text, start)] if text else []
         return [*self._parser.push(text), *(self._parser.finish() if ended else ())]
 
-    def _is_told(self, piece: said.Piece) -> bool:
+    def _count(self, piece: Piece) -> None:
         self._last = piece.kind
         self._num_said += len(piece.text)
         self._num_reasoned += len(piece.text) if piece.kind is Kind.REASONING else 0
-        return self._tells_reasoning or piece.kind is not Kind.REASONING
 
-    def _told(self, piece: said.Piece) -> Piece:
+    def _told(self, piece: Piece) -> items.Piece:
         if piece.kind is not Kind.CONTENT or self._tell_logprobs is None:
-            return Piece(piece.kind.value, piece.text)
-        return self._with_logprobs(CONTENT, piece.text, self._tokens.of(piece.start, piece.start + len(piece.text)))
+            return items.Piece(piece.kind.value, piece.text)
+        return self._content(piece.text, self._tokens.of(piece.start, piece.start + len(piece.text)))
 
-    def _with_logprobs(self, kind: str, text: str, entries: Sequence[Logprob]) -> Piece:
+    def _content(self, text: str, logprobs: Sequence[Logprob]) -> items.Piece:
         assert self._tell_logprobs is not None
-        return Piece(kind, text, self._tell_logprobs(entries))
+        return items.Piece(items.CONTENT, text, self._tell_logprobs(logprobs))
 
 
-class Tokens:
+class _Tokens:
     """The tokens of one answer, until the text that they wrote is told.
 
     A token belongs to the text in which one of its characters stands, to the first if there are several; one that
@@ -86,9 +87,9 @@ class Tokens:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Written] = deque()
+        self._waiting: deque[TokenSpan] = deque()
 
-    def add(self, tokens: Iterable[Written]) -> None:
+    def add(self, tokens: Iterable[TokenSpan]) -> None:
         self._waiting += tokens
 
     def of(self, start: int, end: int) -> list[Logprob]:
@@ -97,10 +98,10 @@ class Tokens:
         while self._waiting and self._waiting[0].start < end:
             token = self._waiting.popleft()
             if max(token.end, token.start + 1) > start:
-                entries.append(token.entry)
+                entries.append(token.logprob)
         return entries
 
     def last_silent(self) -> list[Logprob]:
         """Of an answer that is over, those that wrote nothing and are followed by nothing, as EOS."""
         last = list(takewhile(lambda token: token.start == token.end, reversed(self._waiting)))
-        return [token.entry for token in reversed(last)]
+        return [token.logprob for token in reversed(last)]

@@ -10,7 +10,7 @@ import msgspec
 from ..errors import InvalidRequest
 from .formats import JsonSchema, ResponseFormat
 from .messages import MAX_MESSAGES, MAX_PARTS, add_turn
-from .requests import ChatRequest, Int, Sampling, decode, shared
+from .requests import ChatRequest, CommonFields, Int, common_fields, decode
 from .tools import Function, NamedFunction, Tool, ToolChoice
 from .unserved import OF_ANTHROPIC, all_but
 
@@ -87,7 +87,7 @@ class OutputConfig(msgspec.Struct):
     format: OutputFormat | None = None
 
 
-class CountRequest(Sampling, kw_only=True):
+class CountRequest(CommonFields, kw_only=True):
     """POST /v1/messages/count_tokens. How to sample changes no count: it may stand there as in the request itself."""
 
     messages: list[MessageParam]
@@ -137,7 +137,7 @@ def as_chat(request: CountRequest) -> ChatRequest:
         reasoning_effort=_effort(request),
         response_format=_format(request.output_config),
         include_reasoning=request.thinking is None or request.thinking.display != "omitted",
-        **shared(request),
+        **common_fields(request),
     )
     if request.messages and request.messages[-1].role == "assistant":  # "prefill": the answer goes on from there
         chat.continue_final_message = True

@@ -36,8 +36,8 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class Sampling(msgspec.Struct, kw_only=True):
-    """The fields that every route has which answers: how to sample, what form to keep to, when and beside whom."""
+class CommonFields(msgspec.Struct, kw_only=True):
+    """The fields of every route that answers: how to sample, what form to keep to, when and beside whom."""
 
     min_tokens: Int | None = None
     temperature: float | None = None
@@ -68,7 +68,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     ebnf: str | None = None
 
 
-class GenerationRequest(Sampling, kw_only=True):
+class GenerationRequest(CommonFields, kw_only=True):
     """The fields that chat and completions share."""
 
     model: str | None = None
@@ -281,12 +281,12 @@ def _biases(given: dict[str, float]) -> dict[int, float]:
     return biases
 
 
-def shared(request: Sampling) -> dict[str, Any]:
-    """The fields that every route has, as one of them was given them."""
-    return {name: getattr(request, name) for name in Sampling.__struct_fields__}
+def common_fields(request: CommonFields) -> dict[str, Any]:
+    """Of a request of any route, to be passed on."""
+    return {name: getattr(request, name) for name in CommonFields.__struct_fields__}
 
 
-def terms(request: Sampling) -> dict[str, Any]:
+def terms(request: CommonFields) -> dict[str, Any]:
     """What the engine is told beside the sampling: priority, timeout_s and cache_salt, where they are given."""
     given = {"priority": request.priority, "timeout_s": request.timeout, "cache_salt": request.cache_salt}
     return {name: value for name, value in given.items() if value is not None}

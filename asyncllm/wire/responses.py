@@ -11,7 +11,7 @@ import orjson
 
 from ..errors import InvalidRequest
 from .formats import JsonSchema, ResponseFormat
-from .requests import ChatRequest, Int, Sampling, StreamOptions, decode
+from .requests import ChatRequest, CommonFields, Int, StreamOptions, decode
 from .response_input import InputItem
 from .tools import AllowedTools, Function, NamedFunction, NamedTool, Tool, ToolChoice
 from .unserved import OF_RESPONSES, all_but
@@ -67,7 +67,7 @@ class Reasoning(msgspec.Struct):
     mode: str | None = None
 
 
-class ResponseRequest(Sampling, kw_only=True):
+class ResponseRequest(CommonFields, kw_only=True):
     """POST /v1/responses, and response.create: the fields that are served."""
 
     input: str | list[InputItem] | None = None

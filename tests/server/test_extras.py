@@ -12,7 +12,7 @@ import pytest
 from asyncllm import build
 from asyncllm import config as configs
 from asyncllm.server.app import listening
-from asyncllm.wire.requests import Sampling
+from asyncllm.wire.requests import CommonFields
 
 from ..text import toys
 from ..tiny import EOS_ID, make_checkpoint
@@ -94,7 +94,7 @@ async def routes(checkpoint: Path) -> AsyncIterator[Routes]:
 
 
 def test_no_extra_is_forgotten() -> None:
-    assert set(Sampling.__struct_fields__) == set(EXTRAS) | TERMS
+    assert set(CommonFields.__struct_fields__) == set(EXTRAS) | TERMS
 
 
 async def test_an_extra_does_what_it_does_in_chat(routes: Routes) -> None:

@@ -11,7 +11,7 @@ from asyncllm.text.answer import AnswerParser
 from asyncllm.text.pieces import Kind
 from asyncllm.text.reasoning import TAGS, Splitter
 from asyncllm.text.tools import FORMS, CallParser
-from asyncllm.types import Logprob, Written
+from asyncllm.types import Logprob, TokenSpan
 from asyncllm.wire.items import Piece
 
 from ..text import toys
@@ -74,10 +74,10 @@ class Tokens:
 
     def __init__(self, rng: random.Random, text: str) -> None:
         self.text = text
-        self.tokens: list[Written] = []
+        self.tokens: list[TokenSpan] = []
         at = 0
         for token_id, piece in enumerate(random_cut(rng, text)):
-            self.tokens.append(Written(at, at + len(piece), Logprob(token_id, 0.0, ())))
+            self.tokens.append(TokenSpan(at, at + len(piece), Logprob(token_id, 0.0, ())))
             at += len(piece)
         self.num_read = 0
         self.ends = sorted(rng.choices(range(len(self.tokens) + 1), k=rng.choice((0, 2, 9))))
@@ -86,10 +86,10 @@ class Tokens:
     def writes(self, i: int) -> bool:
         return self.tokens[i].start < self.tokens[i].end
 
-    def mark_tokens(self) -> None:
+    def track_spans(self) -> None:
         pass
 
-    def take_written(self) -> tuple[str, list[Written]]:
+    def take_spans(self) -> tuple[str, list[TokenSpan]]:
         new = self.tokens[self.num_read : (self.ends.pop(0) if self.ends else len(self.tokens))]
         self.num_read += len(new)
         return "".join([self.text[one.start : one.end] for one in new]), new
