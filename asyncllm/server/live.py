@@ -101,7 +101,8 @@ class LiveResponse:
         self._telling = telling
         self._stream: Stream | None = stream
         self._reader: PieceReader | None = PieceReader(stream, parting, tell_logprobs)
-        self._is_plain = parting is None and tell_logprobs is None and not is_warm_up  # all text is content
+        # All text is content: it is read past the reader, who has nothing to part or count.
+        self._is_plain = parting is None and tell_logprobs is None and not is_warm_up
         self._messages = messages
         self._settings = settings
         self._on_over = on_over
