@@ -7,13 +7,12 @@ takes them. So a reader who comes every fifth step pays for one decoding and one
 """
 
 import asyncio
-import copy
 import logging
 
 import msgspec
 
 from .bridge import Token, plain_delta
-from .errors import Aborted, AsyncLLMError
+from .errors import Aborted, AsyncLLMError, as_ours
 from .pace import Pace, Reader
 from .text.detokenizer import Detokenizer
 from .text.stop import StopMatcher
@@ -171,8 +170,7 @@ class Mailbox:
         last = self.last
         if last.error is not None:
             if not self._token_ids:
-                # A copy: one error may end many requests, and each raise would grow its traceback.
-                raise copy.copy(last.error)
+                raise as_ours(last.error)
             last = msgspec.structs.replace(last, finish_reason=None, error=None)
         token_ids = tuple(self._token_ids)
         _, logprobs, prompt_logprobs = self.take_details()
