@@ -229,6 +229,8 @@ class Check:
             process.communicate()  # reads to the end and closes
 
     def _running(self) -> "subprocess.Popen[str]":
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # it died while nobody asked, as of the kernel's want of memory: no grammar's fault
         if self._process is None:
             # By its path and without that path's folder: the program may have been started from anywhere.
             command = [sys.executable, "-P", str(Path(__file__).with_name("grammar_check.py"))]

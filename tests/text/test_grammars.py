@@ -84,6 +84,17 @@ def test_who_tries_for_too_long_is_stopped_and_replaced() -> None:
     check.close()
 
 
+def test_who_died_while_nobody_asked_is_replaced_and_no_grammar_blamed() -> None:
+    check = Check()
+    for _ in range(3):
+        assert check.ask(DIGITS)[1] == ""
+        assert check._process is not None
+        check._process.kill()
+        check._process.wait()
+    assert check.ask(DIGITS)[1] == ""
+    check.close()
+
+
 def framed(form: str | None, tags: str | None = None, *, end: str = "", spec: Any = None, **calls: Any) -> Any:
     answer = AnswerForm(TAGS[tags] if tags else None, FORMS[form] if form else None)
     return forced(answer, json.dumps, end, spec, **calls)
