@@ -426,8 +426,7 @@ async def test_pfx_the_prefix_cache(checkpoint: Path, page_size: int) -> None:
                 drawn = [([5 + i % 90 for i in range(draw.randint(1, 300))], draw.randint(1, 20)) for _ in range(60)]
                 await asyncio.gather(*[client.greedy(*one) for one in drawn])
                 await client.idle()
-                seen = await client.metrics()
-                assert seen["kv_pages_used"] == 0 and seen["kv_pages_total"] == total
+                assert (await client.metrics())["kv_pages_used"] == 0  # what is neither free nor cached
             whole_pool = [5] * (min(CONTEXT, int(total) * page_size) - 8)
             assert (await client.greedy(whole_pool, 4))["choices"][0]["finish_reason"] == "length"
 

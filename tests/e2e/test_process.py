@@ -66,7 +66,6 @@ def close(connection: socket.socket, *, reset: bool) -> None:
 
 def test_streams_opened_and_closed_early_leave_nothing_behind(server: ServerProcess) -> None:
     """1,000 streams in waves, half of them reset, some before their first token: ABORT-1 and more."""
-    cached = until(server, requests_running=0, requests_waiting=0)["asyncllm_kv_pages_total"]
     sizes = []
     for wave in range(20):
         connections = [open_stream(server, 50 * wave + i) for i in range(50)]
@@ -77,7 +76,6 @@ def test_streams_opened_and_closed_early_leave_nothing_behind(server: ServerProc
         until(server, requests_running=0, requests_waiting=0, requests_live=0, kv_pages_used=0)
         sizes.append(server.rss_bytes())
     assert max(sizes[4:]) < 1.05 * sizes[3], f"RSS after each wave: {sizes}"
-    assert metrics(server)["asyncllm_kv_pages_total"] == cached
     assert server.stderr() == ""
 
 
