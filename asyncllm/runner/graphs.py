@@ -95,7 +95,7 @@ class GraphRunner:
         self._masked = driver.new_event()
         streams = device.schedule_stream, device.engine_stream, device.copy_stream
         self._schedule_stream, self._engine_stream, self._copy_stream = (stream.cuda_stream for stream in streams)
-        self._count = 0  # forwards launched; the device's counter says the same
+        self._count = 0  # launches begun; the device counts its forwards, and the same unless one has failed
         self._must_resync = True  # the device counts the runs before capture too
         self._row_buckets, self._token_buckets = row_buckets(frame.max_rows), token_buckets(frame.max_tokens)
         self._padded_rows = [bucket(size, self._row_buckets) for size in range(frame.max_rows + 1)]
@@ -237,19 +237,19 @@ class GraphRunner:
         self._device.assert_on_engine_stream()
         if batch.new_rows:
             self._packer.note(batch)
-        entry = self._count % RING
+        count, entry = self._count, self._count % RING
+        self._count += 1  # wherever this launch may fail: its entry can be on its way to the device by then
         assert self._driver.is_over(self._sent[entry]), "more steps in flight than the ring has entries"
         num_decodes = leading_ones(batch.lengths)
         num_rows = batch.num_rows if batch.wants_token.all() else int(np.count_nonzero(batch.wants_token))
         shape = self._shape_of(batch, num_decodes)
         packed = self._pack(batch, entry, shape, num_decodes, num_rows)
-        self._send(entry, packed.used)
+        self._send(count, packed.used)
         if shape.has_prefill:
             self._plan_prefill(batch, num_decodes)
         if self.on_step is not None:
             self.on_step(batch.step, "begin")
         self._run_forward(shape)
-        self._count += 1
         if batch.new_rows:
             self._recount(batch)
         scored = self._score(batch) if batch.scored else ()
@@ -292,8 +292,8 @@ class GraphRunner:
         columns = (batch.slots, batch.starts, batch.lengths)
         self._attention.plan_prefill(num_decodes, *(column[num_decodes:].astype(np.int64) for column in columns))
 
-    def _send(self, entry: int, used: int) -> None:
-        driver = self._driver
+    def _send(self, count: int, used: int) -> None:
+        driver, entry = self._driver, count % RING
         # The step that read this entry last; committed long ago, so this never waits.
         driver.wait(self._schedule_stream, self._done[entry])
         offset = 4 * entry * self._frame.entry_len
@@ -301,7 +301,7 @@ class GraphRunner:
         driver.record(self._sent[entry], self._schedule_stream)
         driver.wait(self._engine_stream, self._sent[entry])
         if self._must_resync:
-            self._run_eagerly(self._frame.counter.fill_, self._count)
+            self._run_eagerly(self._frame.counter.fill_, count)
             self._must_resync = False
 
     @torch.inference_mode()
