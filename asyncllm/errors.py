@@ -20,6 +20,14 @@ Imported by every floor; imports nothing of ours.
 """
 
 import copy
+from collections.abc import Callable
+
+
+class Field(str):
+    """A field of the request within a sentence: told in quotes, and by the name that the client's API has for it."""
+
+
+Sentence = str | tuple[str, ...]  # of parts, where it tells of Fields
 
 
 class AsyncLLMError(Exception):
@@ -30,6 +38,10 @@ class AsyncLLMError(Exception):
     code: str | None = None
     retry_after_s: float | None = None  # when another attempt has a chance
 
+    def renamed(self, name_of: Callable[[str], str]) -> "AsyncLLMError":
+        """The same in another API's names of fields; only what tells of fields has any."""
+        return self
+
 
 class InvalidRequest(AsyncLLMError):
     """The request cannot be served as sent. `param` names the field, as `messages[0].role`."""
@@ -37,9 +49,23 @@ class InvalidRequest(AsyncLLMError):
     status = 400
     type = "invalid_request_error"
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: Sentence, param: str | None = None) -> None:
+        self._parts = (message,) if isinstance(message, str) else message
+        super().__init__(_told(self._parts))
         self.param = param
+
+    @classmethod
+    def of(cls, field: str, *what: str) -> "InvalidRequest":
+        """With a sentence that begins with the field at fault."""
+        return cls((Field(field), " ", *what), field)
+
+    def renamed(self, name_of: Callable[[str], str]) -> "InvalidRequest":
+        """A copy: one error may be told to clients of several APIs."""
+        error = copy.copy(self)
+        error._parts = tuple([Field(name_of(part)) if isinstance(part, Field) else part for part in self._parts])
+        error.args = (_told(error._parts),)
+        error.param = None if self.param is None else name_of(self.param)
+        return error
 
 
 class ContextTooLong(InvalidRequest):
@@ -105,6 +131,10 @@ class EngineStuck(EngineDead):
 
 class ModelError(AsyncLLMError):
     """Raised at start, never for a request."""
+
+
+def _told(parts: tuple[str, ...]) -> str:
+    return "".join([f"'{part}'" if isinstance(part, Field) else part for part in parts])
 
 
 def as_ours(error: Exception | None) -> AsyncLLMError:

@@ -196,7 +196,7 @@ class AsyncLLM:
         """
         params = of_right_kinds(params)
         if problem := params.problem(self.limits):
-            raise InvalidRequest(problem.message, problem.param)
+            raise problem
         streams: list[Stream] = []
         try:
             for i in range(params.num_choices):
@@ -216,7 +216,7 @@ class AsyncLLM:
         submission = make_submission(prompt_ids, params, terms, self.limits, self.tokenizer)
         self.admission.check_backlog(submission, self.limits)
         if problem := submission.problem(self.limits):
-            raise InvalidRequest(problem.message, problem.param)
+            raise problem
         detokenizer = self.tokenizer.detokenizer(
             skip_special_tokens=params.skip_special_tokens, shown=terms.get("shown", ())
         )
@@ -263,7 +263,7 @@ class AsyncLLM:
         changes = {name: value for name, value in given.items() if value is not None}
         params = msgspec.structs.replace(SamplingParams(), **changes)
         if problem := params.problem(self.limits):
-            raise InvalidRequest(problem.message, problem.param)
+            raise problem
 
     def abort(self, request_id: str) -> None:
         """End a request. Its reader, if any, gets Aborted; unknown and ended ones are no news."""

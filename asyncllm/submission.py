@@ -114,7 +114,7 @@ def _spelled(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...
 
 def _priority(priority: int) -> int:
     if not isinstance(priority, int) or not -_MAX_PRIORITY <= priority <= _MAX_PRIORITY:
-        raise InvalidRequest(f"'priority' must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY}", "priority")
+        raise InvalidRequest.of("priority", f"must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY}")
     return priority
 
 
@@ -127,7 +127,7 @@ def _deadline_s(timeout_s: float | None) -> float | None:
 def _timeout(timeout_s: float | None) -> float | None:
     if timeout_s is None or isinstance(timeout_s, int | float) and 0 < timeout_s <= _MAX_TIMEOUT_S:  # NaN fails
         return timeout_s
-    raise InvalidRequest(f"'timeout' must be above 0 and at most {_MAX_TIMEOUT_S:g} seconds", "timeout")
+    raise InvalidRequest.of("timeout", f"must be above 0 and at most {_MAX_TIMEOUT_S:g} seconds")
 
 
 def _salt(theirs: str) -> str:

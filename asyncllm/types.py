@@ -1,6 +1,6 @@
 """What travels between the floors: SamplingParams and Submission inward, Delta outward.
 
-All frozen, owned by nobody, read by everyone. Imports nothing of ours.
+All frozen, owned by nobody, read by everyone. Of ours it imports errors alone.
 """
 
 import enum
@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
+
+from .errors import Field, InvalidRequest
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 512
@@ -28,13 +30,6 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-
-
-class Problem(msgspec.Struct, frozen=True):
-    """Why a request is refused: the field at fault and a sentence for its sender."""
-
-    param: str
-    message: str
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +84,11 @@ class Grammar(Protocol):
 
     def matcher(self) -> Matcher: ...
 
-    def wear_out(self, matcher: Matcher) -> Exception:
-        """Nobody is to have it from now on: this matcher met a limit, which all of its share. What to tell of that."""
+    def wear_out(self) -> None:
+        """Nobody is to have it from now on: a matcher met a limit, which all of its share."""
+
+    def failure(self, matcher: Matcher) -> Exception:
+        """What to tell of a matcher in error."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,59 +140,62 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             self.counts_tokens or self.logit_bias or self.bad_words or self.allowed_token_ids is not None
         )  # fmt: skip
 
-    def problem(self, limits: EngineLimits) -> Problem | None:
+    def problem(self, limits: EngineLimits) -> InvalidRequest | None:
         """The first thing wrong with these parameters, or None."""
         return next(self._problems(limits), None)
 
-    def _problems(self, limits: EngineLimits) -> Iterator[Problem]:
+    def _problems(self, limits: EngineLimits) -> Iterator[InvalidRequest]:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             # Written so that NaN fails: `value < low or value > high` lets it pass.
             if value is not None and not (low <= value <= high and math.isfinite(value)):
-                yield Problem(name, f"'{name}' must be between {low} and {high}, got {value}")
+                yield InvalidRequest.of(name, f"must be between {low} and {high}, got {value}")
         if self.top_k < -1:
-            yield Problem("top_k", f"'top_k' must be at least 1, or 0 or -1 for off, got {self.top_k}")
+            yield InvalidRequest.of("top_k", f"must be at least 1, or 0 or -1 for off, got {self.top_k}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            yield Problem("seed", f"'seed' must be a signed 64-bit integer, got {self.seed}")
+            yield InvalidRequest.of("seed", f"must be a signed 64-bit integer, got {self.seed}")
         if self.max_tokens is not None and self.max_tokens < 1:
-            yield Problem("max_tokens", f"'max_tokens' must be at least 1, got {self.max_tokens}")
+            yield InvalidRequest.of("max_tokens", f"must be at least 1, got {self.max_tokens}")
         if not 0 <= self.min_tokens <= limits.max_model_len:
-            yield Problem("min_tokens", f"'min_tokens' must be between 0 and {limits.max_model_len}")
+            yield InvalidRequest.of("min_tokens", f"must be between 0 and {limits.max_model_len}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            yield Problem("min_tokens", f"'min_tokens' {self.min_tokens} is above 'max_tokens' {self.max_tokens}")
+            above = Field("max_tokens"), f" {self.max_tokens}"
+            yield InvalidRequest.of("min_tokens", f"{self.min_tokens} is above ", *above)
         if self.best_of is not None and self.best_of < self.n:
-            yield Problem("best_of", f"'best_of' {self.best_of} is below 'n' {self.n}")
+            yield InvalidRequest.of("best_of", f"{self.best_of} is below ", Field("n"), f" {self.n}")
         yield from self._stop_problems(limits)
         yield from self._id_problems(limits)
 
-    def _stop_problems(self, limits: EngineLimits) -> Iterator[Problem]:
+    def _stop_problems(self, limits: EngineLimits) -> Iterator[InvalidRequest]:
         if len(self.stop) > MAX_STOP_STRINGS:
-            yield Problem("stop", f"'stop' takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
+            yield InvalidRequest.of("stop", f"takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
         for i, text in enumerate(self.stop):
             if not 1 <= len(text) <= MAX_STOP_CHARS:
-                yield Problem(f"stop[{i}]", f"a stop string has 1 to {MAX_STOP_CHARS} characters, got {len(text)}")
+                sentence = f"a stop string has 1 to {MAX_STOP_CHARS} characters, got {len(text)}"
+                yield InvalidRequest(sentence, f"stop[{i}]")
         if len(self.bad_words) > MAX_BAD_WORDS:
-            yield Problem("bad_words", f"'bad_words' takes at most {MAX_BAD_WORDS} strings, got {len(self.bad_words)}")
+            yield InvalidRequest.of("bad_words", f"takes at most {MAX_BAD_WORDS} strings, got {len(self.bad_words)}")
         for i, text in enumerate(self.bad_words):
             if not 1 <= len(text) <= MAX_STOP_CHARS:
-                yield Problem(f"bad_words[{i}]", f"a bad word has 1 to {MAX_STOP_CHARS} characters, got {len(text)}")
+                sentence = f"a bad word has 1 to {MAX_STOP_CHARS} characters, got {len(text)}"
+                yield InvalidRequest(sentence, f"bad_words[{i}]")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            yield Problem("stop_token_ids", f"'stop_token_ids' takes at most {MAX_STOP_TOKEN_IDS} ids")
+            yield InvalidRequest.of("stop_token_ids", f"takes at most {MAX_STOP_TOKEN_IDS} ids")
         yield from _unknown_ids("stop_token_ids", self.stop_token_ids, limits)
 
-    def _id_problems(self, limits: EngineLimits) -> Iterator[Problem]:
+    def _id_problems(self, limits: EngineLimits) -> Iterator[InvalidRequest]:
         if (allowed := self.allowed_token_ids) is not None:
             if not 1 <= len(allowed) <= limits.vocab_size:
-                yield Problem("allowed_token_ids", f"'allowed_token_ids' takes 1 to {limits.vocab_size} ids")
+                yield InvalidRequest.of("allowed_token_ids", f"takes 1 to {limits.vocab_size} ids")
             yield from _unknown_ids("allowed_token_ids", allowed, limits)
         biases = self.logit_bias or {}
         if len(biases) > MAX_BIASES:
-            yield Problem("logit_bias", f"'logit_bias' takes at most {MAX_BIASES} ids, got {len(biases)}")
+            yield InvalidRequest.of("logit_bias", f"takes at most {MAX_BIASES} ids, got {len(biases)}")
         for token_id, bias in biases.items():
             if not 0 <= token_id < limits.vocab_size:
-                yield Problem("logit_bias", _unknown_id(token_id, limits))
+                yield InvalidRequest(_unknown_id(token_id, limits), "logit_bias")
             if not -100 <= bias <= 100:
-                yield Problem("logit_bias", f"a bias must be between -100 and 100, got {bias} for {token_id}")
+                yield InvalidRequest(f"a bias must be between -100 and 100, got {bias} for {token_id}", "logit_bias")
 
 
 _RANGES = (
@@ -204,10 +205,10 @@ _RANGES = (
 )  # fmt: skip
 
 
-def _unknown_ids(name: str, ids: tuple[int, ...], limits: EngineLimits) -> Iterator[Problem]:
+def _unknown_ids(name: str, ids: tuple[int, ...], limits: EngineLimits) -> Iterator[InvalidRequest]:
     if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
         i = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < limits.vocab_size)
-        yield Problem(f"{name}[{i}]", _unknown_id(ids[i], limits))
+        yield InvalidRequest(_unknown_id(ids[i], limits), f"{name}[{i}]")
 
 
 def _unknown_id(token_id: int, limits: EngineLimits) -> str:
@@ -234,19 +235,20 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""  # prefixes are shared only under the same one
     caller: str = ""  # callers take turns
 
-    def problem(self, limits: EngineLimits) -> Problem | None:
+    def problem(self, limits: EngineLimits) -> InvalidRequest | None:
         """The engine's own door check; the edge calls the same."""
         if (wrong := self.params.problem(limits)) is not None:
             return wrong
         num_prompt = len(self.prompt_ids)
         if not 1 <= num_prompt <= limits.max_prompt_len:
-            return Problem("prompt", f"the prompt has {num_prompt} tokens; 1 to {limits.max_prompt_len} fit")
+            return InvalidRequest(f"the prompt has {num_prompt} tokens; 1 to {limits.max_prompt_len} fit", "prompt")
         if not 1 <= self.max_tokens <= limits.max_model_len - num_prompt:
-            return Problem("max_tokens", f"{self.max_tokens} tokens do not fit behind {num_prompt} prompt tokens")
+            sentence = f"{self.max_tokens} tokens do not fit behind {num_prompt} prompt tokens"
+            return InvalidRequest(sentence, "max_tokens")
         if sum(map(len, self.bad_ids)) > MAX_BAD_IDS:
-            return Problem("bad_words", f"the bad words have more than {MAX_BAD_IDS} tokens together")
+            return InvalidRequest(f"the bad words have more than {MAX_BAD_IDS} tokens together", "bad_words")
         if len(self.cache_salt) > MAX_SALT_CHARS:
-            return Problem("cache_salt", f"'cache_salt' has at most {MAX_SALT_CHARS} characters")
+            return InvalidRequest.of("cache_salt", f"has at most {MAX_SALT_CHARS} characters")
         return next(_unknown_ids("prompt", self.prompt_ids, limits), None)
 
 

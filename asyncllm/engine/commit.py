@@ -6,7 +6,7 @@ GPU thread; numpy only. It never knows which steps come next.
 import time
 from collections.abc import Iterator
 
-from ..errors import AsyncLLMError, InvalidRequest
+from ..errors import AsyncLLMError, Field, InvalidRequest
 from ..types import FinishReason, Logprob
 from .batch import ALL_BARRED, Logprobed, StepResult
 from .roster import Roster
@@ -106,8 +106,9 @@ def _barring(sequence: Sequence) -> list[str]:
 
 
 def _nothing_left(sequence: Sequence, names: list[str]) -> InvalidRequest:
-    told = " and ".join([*names, *["the form demanded of the answer"] * (sequence.matcher is not None)])
-    return InvalidRequest(f"{told} left no token to go on with, after {len(sequence.output_ids)}", names[0])
+    form = ("the form demanded of the answer",) if sequence.matcher is not None else ()
+    barring = [part for name in (*map(Field, names), *form) for part in (name, " and ")][:-1]
+    return InvalidRequest((*barring, f" left no token to go on with, after {len(sequence.output_ids)}"), names[0])
 
 
 def _logprob(token_id: int, num_top: int, logprob: float, ids: list[int], values: list[float]) -> Logprob:

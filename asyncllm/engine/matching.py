@@ -3,6 +3,7 @@
 GPU thread; numpy only. It never knows grammars' insides, nor how a sequence ends.
 """
 
+from ..types import Grammar
 from .batch import Int32, Masker
 from .sequence import Sequence
 from .step import Step
@@ -46,6 +47,7 @@ class Matching:
 
 def unmatched(sequence: Sequence) -> Exception:
     """Its grammar cannot be followed any further, and nobody else is to try."""
+    grammar: Grammar = sequence.params.grammar
+    grammar.wear_out()
     assert sequence.matcher is not None
-    error: Exception = sequence.params.grammar.wear_out(sequence.matcher)
-    return error
+    return grammar.failure(sequence.matcher)

@@ -9,7 +9,6 @@ from collections import deque
 import msgspec
 
 from ..bridge import Deltas, EngineStats
-from ..errors import InvalidRequest
 from ..types import EngineLimits, FinishReason, Submission
 from .batch import Batch, Int32, Masker, StepResult
 from .cache import Cache
@@ -58,7 +57,7 @@ class Scheduler:
         self._num_taken_tokens += sequence.prompt_len
         if problem := submission.problem(self.limits):
             sequence.finish_reason = FinishReason.ERROR
-            self.roster.deltas.append(sequence.delta((), InvalidRequest(problem.message, problem.param)))
+            self.roster.deltas.append(sequence.delta((), problem))
             return
         self.roster.enter(sequence)
 

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from ..wire.anthropic import CountRequest, as_chat, decode_count, decode_messages, template_messages
 from ..wire.anthropic_events import MessageHead, error_body
+from ..wire.names import Names, message_names
 from ..wire.requests import terms
 from ..wire.tools import tool_use
 from . import gate
@@ -49,7 +50,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
     llm = request.app[LLM]
     body = decode_messages(await read_request(request))
     check_model(llm, body.model)
-    with naming(_names(body)):
+    names = _names(body)
+    with naming(names):
         asked = await ask(llm, as_chat(body), template_messages(body))
         stream = llm.submit(asked.prompt_ids, asked.params, shown=asked.shown, **terms(body))
     head = MessageHead(
@@ -58,6 +60,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
         num_prompt_tokens=len(asked.prompt_ids),
         fills_context=body.max_tokens > llm.limits.max_model_len - len(asked.prompt_ids),
         call_id_chars=call_id_chars(llm),
+        names=names,
     )
     live = LiveResponse(head, stream, [], request.app[SETTINGS], parting=asked.parting)
     return await answer(request, live, stream=body.stream is True)
@@ -75,12 +78,9 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     return json_response({"input_tokens": len(prompt_ids)})
 
 
-def _names(body: CountRequest) -> dict[str, str]:
-    """Anthropic's names of what chat calls otherwise."""
+def _names(body: CountRequest) -> Names:
     effort = "thinking" if body.output_config is None else "output_config.effort"
-    names = {"stop": "stop_sequences", "prompt": "messages", "response_format": "output_config.format"}
-    last = f"messages[{len(body.messages) - 1}]"  # the assistant's, which is gone on from
-    return names | {"reasoning_effort": effort, "continue_final_message": last}
+    return message_names(effort, len(body.messages))
 
 
 def _is_ours(request: web.Request) -> bool:

@@ -4,7 +4,6 @@ Loop thread. It never knows how an API says any of it: each makes a ChatRequest 
 """
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from ..llm import AsyncLLM
 from ..types import GrammarSpec, SamplingParams
 from ..wire import requests
 from ..wire.formats import grammar_spec
+from ..wire.names import Names
 from ..wire.requests import ChatRequest
 from ..wire.tools import Function, Tool, ToolUse, tool_use
 from ..wire.variables import EFFORT_VARIABLES, template_variables
@@ -121,34 +121,13 @@ async def prompt_of(
     return await llm.encode_chat(messages, tools=tools, variables=variables, ending=ending)
 
 
-_LEVEL = re.compile(r"\.(function|json_schema)\b")
-_FIELD = re.compile(r"'(\w+(?:[.\[][\w.\[\]]*)?)'")  # as messages quote it
-
-
 @contextmanager
-def naming(names: dict[str, str]) -> Iterator[None]:
-    """An error names fields as the other API has them: `names` by chat's, and what lies one level less deep."""
+def naming(names: Names) -> Iterator[None]:
+    """What is refused in here is told by these names of fields."""
     try:
         yield
     except InvalidRequest as error:
-        error.args = (_in_message(str(error), error.param or "", names), *error.args[1:])
-        error.param = None if error.param is None else _renamed(error.param, names)
-        raise
-
-
-def _in_message(message: str, param: str, names: dict[str, str]) -> str:
-    """A message quotes what its sender wrote, too: a plain word is a field only where it is the one at fault."""
-
-    def renamed(quoted: re.Match[str]) -> str:
-        is_field = "_" in quoted[1] or quoted[1] == param
-        return f"'{_renamed(quoted[1], names)}'" if is_field else quoted[0]
-
-    return _FIELD.sub(renamed, message)
-
-
-def _renamed(param: str, names: dict[str, str]) -> str:
-    first, rest = re.split(r"(?=[.\[])|$", param, maxsplit=1)
-    return names.get(first, first) + _LEVEL.sub("", rest)
+        raise error.renamed(names.of) from None
 
 
 def call_id_chars(llm: AsyncLLM) -> int | None:

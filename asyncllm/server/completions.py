@@ -20,10 +20,11 @@ from ..types import Completion, SamplingParams
 from ..wire import replies, requests, sse
 from ..wire.formats import grammar_spec
 from ..wire.messages import template_messages
+from ..wire.names import Names
 from ..wire.obfuscation import obfuscated
 from ..wire.replies import Head, Usage
 from ..wire.requests import ChatRequest, CompletionRequest
-from .asking import ask
+from .asking import ask, naming
 from .detailed import ChoiceChunks, DetailedChoice, Prompt, Telling, wanted
 from .events import EventResponse
 from .gate import LLM, read_request
@@ -150,7 +151,7 @@ def _submitted(
     streams: list[Stream] = []
     try:
         for i, prompt in enumerate(prompts):
-            with _naming_prompt(i if len(prompts) > 1 else None):
+            with naming(Names({"prompt": f"prompt[{i}]"} if len(prompts) > 1 else {})):
                 if params.num_choices == 1:
                     streams.append(llm.submit(prompt.ids, params, **terms))
                 else:
@@ -170,17 +171,6 @@ def _check_choices(llm: AsyncLLM, num_prompts: int, params: SamplingParams) -> N
     if num_choices > 1 and num_prompts * num_choices > most:
         name = "n" if num_choices == params.n else "best_of"
         raise InvalidRequest(f"{num_prompts} times {num_choices} choices are more than the {most} that may wait", name)
-
-
-@contextmanager
-def _naming_prompt(index: int | None) -> Iterator[None]:
-    """Puts the number of the prompt into an error about one of several."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if index is not None and error.param is not None and error.param.startswith("prompt"):
-            error.param = f"prompt[{index}]{error.param.removeprefix('prompt')}"
-        raise
 
 
 async def _stream(

@@ -14,10 +14,11 @@ from aiohttp import web
 from ..errors import InvalidRequest
 from ..llm import AsyncLLM
 from ..types import CALLER, SamplingParams
+from ..wire.names import RESPONSE_NAMES
 from ..wire.requests import terms
 from ..wire.response_events import Head
 from ..wire.response_input import input_messages
-from ..wire.responses import NAMES, ResponseRequest, as_chat, echo, tells_logprobs
+from ..wire.responses import ResponseRequest, as_chat, echo, tells_logprobs
 from .asking import Asked, ask, ask_what_fits, call_id_chars, naming
 from .detailed import token_logprobs
 from .live import LiveResponse, Messages
@@ -65,7 +66,7 @@ class Responses:
         messages = self._past(body.previous_response_id, owner) + input_messages(body.input)
         asked = await self._ask(body, messages)
         progress = body.progress is True
-        with naming(NAMES):
+        with naming(RESPONSE_NAMES):
             stream = self._llm.submit(
                 asked.prompt_ids, _params(asked, body), shown=asked.shown, wants_progress=progress, **terms(body)
             )
@@ -111,7 +112,7 @@ class Responses:
 
     async def _ask(self, body: ResponseRequest, messages: Messages) -> Asked:
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        with naming(NAMES):
+        with naming(RESPONSE_NAMES):
             chat = as_chat(body)
             if body.truncation == "auto":
                 return await ask_what_fits(self._llm, chat, system, messages)

@@ -14,6 +14,7 @@ from ..stream import Stream
 from ..types import CALLER, FinishReason, Progress
 from ..wire import items
 from ..wire.items import CONTENT, Piece
+from ..wire.names import Names
 from ..wire.response_events import Events, Framing, Outcome, Script, all_events
 from .parting import Parting
 from .saying import PieceReader, TellLogprobs
@@ -55,6 +56,10 @@ class Telling(Protocol):
 
     @property
     def call_id_chars(self) -> int | None: ...
+
+    @property
+    def names(self) -> Names:
+        """Of the request's fields."""
 
     @property
     def num_chars(self) -> int:
@@ -265,7 +270,7 @@ class LiveResponse:
             return msgspec.structs.replace(whole, status="incomplete", reason="max_output_tokens")
         if self._cancelled and isinstance(last.error, Aborted):
             return msgspec.structs.replace(whole, status="cancelled")
-        self.error = as_ours(last.error)
+        self.error = as_ours(last.error).renamed(self._telling.names.of)
         return msgspec.structs.replace(whole, status="failed", error=_told(self.error))
 
 

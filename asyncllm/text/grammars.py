@@ -45,10 +45,12 @@ class Grammar:
         self._param = param
         self.is_worn = False  # its copies share what its lexer has met, and the limit of that
 
-    def wear_out(self, matcher: Matcher) -> InvalidRequest:
+    def wear_out(self) -> None:
         self.is_worn = True
+
+    def failure(self, matcher: Matcher) -> InvalidRequest:
         reason = in_words(matcher.get_error())[:400]
-        return InvalidRequest(f"'{self._param}' cannot be kept to any further: {reason}", self._param)
+        return InvalidRequest.of(self._param, f"cannot be kept to any further: {reason}")
 
     def matcher(self) -> LLMatcher:
         return self._start.deep_copy()
@@ -114,7 +116,7 @@ class Grammars:
 
     def _compiled(self, spec: GrammarSpec) -> LLMatcher:
         if len(spec.source) > (most := _MAX_SOURCE_CHARS[spec.kind]):
-            raise InvalidRequest(f"'{spec.param}' has more than {most} characters", spec.param)
+            raise InvalidRequest.of(spec.param, f"has more than {most} characters")
         grammar, reason = self._check.ask(_read(spec))
         if not reason:
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
@@ -123,7 +125,7 @@ class Grammars:
             reason = matcher.get_error()
         if reason:
             message = in_words(reason, has_places=spec.kind == "grammar")
-            raise InvalidRequest(f"'{spec.param}' cannot be used: {message[:400]}", spec.param)
+            raise InvalidRequest.of(spec.param, f"cannot be used: {message[:400]}")
         return matcher
 
 
@@ -138,7 +140,7 @@ def _read(spec: GrammarSpec) -> GrammarSpec:
     if is_ebnf(spec.source):
         return msgspec.structs.replace(spec, kind="ebnf")
     if reason := idle_part(spec.source):
-        raise InvalidRequest(f"'{spec.param}' cannot be used: {reason}", spec.param)
+        raise InvalidRequest.of(spec.param, f"cannot be used: {reason}")
     return msgspec.structs.replace(spec, kind="lark")
 
 

@@ -9,6 +9,7 @@ import msgspec
 import orjson
 
 from .items import CALL, REASONING, Item, Items, Logprobs, Piece, arguments_object, call_id, hex_of
+from .names import Names
 from .response_events import Framing, Outcome
 
 _ERROR_TYPES = {
@@ -25,6 +26,7 @@ class MessageHead(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     fills_context: bool = False  # its limit is the context's, not the request's
     call_id_chars: int | None = None
+    names: Names = Names({})  # of the request's fields
 
     @property
     def num_chars(self) -> int:

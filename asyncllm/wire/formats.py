@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from ..errors import InvalidRequest
+from ..errors import Field, InvalidRequest
 from ..types import GrammarSpec
 
 MAX_CHOICES = 1 << 16
@@ -55,8 +55,8 @@ def grammar_spec(request: Any) -> GrammarSpec | None:
         *_grammar(request.ebnf, "ebnf"),
     ]
     if len(specs) > 1:
-        names = " and ".join([repr(spec.param) for spec in specs[:2]])
-        raise InvalidRequest(f"{names} demand two forms of one answer", specs[1].param)
+        one, other = specs[0].param, specs[1].param
+        raise InvalidRequest((Field(one), " and ", Field(other), " demand two forms of one answer"), other)
     return specs[0] if specs else None
 
 
@@ -121,7 +121,7 @@ def _choice(texts: list[str] | None, param: str) -> list[GrammarSpec]:
     if texts is None:
         return []
     if not 1 <= len(texts) <= MAX_CHOICES or "" in texts:
-        raise InvalidRequest(f"'{param}' takes 1 to {MAX_CHOICES} texts that are not empty", param)
+        raise InvalidRequest.of(param, f"takes 1 to {MAX_CHOICES} texts that are not empty")
     return [GrammarSpec("choice", orjson.dumps(texts).decode(), param)]
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from ..errors import InvalidRequest
+from ..errors import Field, InvalidRequest
 from ..types import MAX_LOGPROBS, SamplingParams
 from .broken import broken_json
 from .formats import ResponseFormat, StructuredOutputs
@@ -142,13 +142,13 @@ def chat_params(request: ChatRequest) -> SamplingParams:
     """
     for name in ("max_tokens", "max_completion_tokens"):
         if (limit := getattr(request, name)) is not None and limit < 1:
-            raise InvalidRequest(f"'{name}' must be at least 1, got {limit}", name)
+            raise InvalidRequest.of(name, f"must be at least 1, got {limit}")
     limits = (request.max_completion_tokens, request.max_tokens)
     params = sampling_params(request, next((limit for limit in limits if limit is not None), None))
     if request.logprobs:
         return msgspec.structs.replace(params, logprobs=_num_logprobs(request.top_logprobs or 0, "top_logprobs"))
     if request.top_logprobs:
-        raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
+        raise InvalidRequest.of("top_logprobs", "needs ", Field("logprobs"), " to be true")
     return params
 
 
@@ -180,13 +180,13 @@ def _echoed(request: CompletionRequest, params: SamplingParams, wide: int) -> in
 def _asked(value: int | bool | None, name: str) -> int | None:
     """A number of alternatives, where false is none and true is no number."""
     if value is True:
-        raise InvalidRequest(f"'{name}' is a number of alternatives here, not true", name)
+        raise InvalidRequest.of(name, "is a number of alternatives here, not true")
     return None if value is False else value
 
 
 def _num_logprobs(value: int, name: str) -> int:
     if not 0 <= value <= MAX_LOGPROBS:
-        raise InvalidRequest(f"'{name}' must be between 0 and {MAX_LOGPROBS}, got {value}", name)
+        raise InvalidRequest.of(name, f"must be between 0 and {MAX_LOGPROBS}, got {value}")
     return value
 
 
@@ -276,7 +276,7 @@ def _biases(given: dict[str, float]) -> dict[int, float]:
     biases = {}
     for key, bias in given.items():
         if not (key.isascii() and key.removeprefix("-").isdigit() and len(key) < 20):
-            raise InvalidRequest(f"'logit_bias' maps token ids to numbers; {key[:40]!r} is no id", "logit_bias")
+            raise InvalidRequest.of("logit_bias", f"maps token ids to numbers; {key[:40]!r} is no id")
         biases[int(key)] = bias
     return biases
 

@@ -16,6 +16,7 @@ import orjson
 
 from .frames import text_frame
 from .items import CALL, CONTENT, REASONING, Item, Items, Logprobs, Piece, call_id, hex_of
+from .names import RESPONSE_NAMES, Names
 
 
 class Framing(Protocol):
@@ -91,6 +92,10 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     echo: dict[str, Any]  # what the request said, as responses repeat it
     call_id_chars: int | None = None
     encrypts: bool = False  # reasoning comes in a form to be sent back, too
+
+    @property
+    def names(self) -> Names:
+        return RESPONSE_NAMES
 
     @property
     def num_chars(self) -> int:

@@ -242,11 +242,6 @@ def tells_logprobs(request: ResponseRequest) -> bool:
     return LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
 
 
-# Chat's names of what responses call otherwise.
-NAMES = {
-    "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort", "messages": "input", "prompt": "input",
-    "response_format": "text.format",
-}  # fmt: skip
 _CONVERTED = frozenset(("logprobs", "messages", "max_tokens", "tools", "tool_choice", "reasoning_effort"))
 _SHARED = (set(ChatRequest.__struct_fields__) & set(ResponseRequest.__struct_fields__)) - _CONVERTED
 

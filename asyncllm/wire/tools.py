@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import InvalidRequest
+from ..errors import Field, InvalidRequest
 from .formats import refuse_options
 
 MAX_TOOLS = 128  # OpenAI's own limit
@@ -75,21 +75,21 @@ def tool_use(
     """
     functions = _functions(tools or [])
     if not functions and choice not in (None, "none", "auto"):
-        raise InvalidRequest("'tool_choice' needs 'tools'", "tool_choice")
+        raise InvalidRequest.of("tool_choice", "needs ", Field("tools"))
     if choice == "none" or not functions:
         return None
     use = ToolUse(functions, one_call=parallel_tool_calls is False)
     if choice in (None, "auto", "required"):
         return msgspec.structs.replace(use, must_call=choice == "required")
     if isinstance(choice, str):
-        message = f"'tool_choice' is none, auto, required or an object with a function's name, not {choice[:40]!r}"
-        raise InvalidRequest(message, "tool_choice")
+        known = "none, auto, required or an object with a function's name"
+        raise InvalidRequest.of("tool_choice", f"is {known}, not {choice[:40]!r}")
     return _chosen(use, choice)
 
 
 def _functions(tools: list[Tool]) -> tuple[Function, ...]:
     if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"'tools' takes at most {MAX_TOOLS}, got {len(tools)}", "tools")
+        raise InvalidRequest.of("tools", f"takes at most {MAX_TOOLS}, got {len(tools)}")
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.type != "function":
@@ -113,7 +113,7 @@ def _chosen(use: ToolUse, choice: ToolChoice) -> ToolUse:
         return msgspec.structs.replace(use, functions=functions, must_call=True, one_call=True)
     if choice.type == "allowed_tools" and (allowed := choice.allowed_tools) is not None:
         return _allowed(use, allowed)
-    raise InvalidRequest("'tool_choice' names a function, or allowed_tools", "tool_choice")
+    raise InvalidRequest.of("tool_choice", "names a function, or allowed_tools")
 
 
 def _allowed(use: ToolUse, allowed: AllowedTools) -> ToolUse:

@@ -26,14 +26,15 @@ def template_variables(effort: str | None, kwargs: dict[str, Any] | None) -> dic
     variables: dict[str, Any] = {}
     if effort is not None:
         if effort not in EFFORTS:
-            raise InvalidRequest(f"'reasoning_effort' is one of {', '.join(EFFORTS)}", "reasoning_effort")
+            raise InvalidRequest.of("reasoning_effort", f"is one of {', '.join(EFFORTS)}")
         thinks = effort != "none"
         variables = dict(zip(EFFORT_VARIABLES, (effort, thinks, thinks), strict=True))
     if not kwargs:
         return variables
     if _holds_more(kwargs, MAX_VALUES):
-        message = f"'chat_template_kwargs' may hold {MAX_VALUES} values, those inside of others counted"
-        raise InvalidRequest(message, "chat_template_kwargs")
+        raise InvalidRequest.of(
+            "chat_template_kwargs", f"may hold {MAX_VALUES} values, those inside of others counted"
+        )
     for name in kwargs:
         if name in _OURS or name.endswith("_token"):
             path = f"chat_template_kwargs.{name[:80]}"

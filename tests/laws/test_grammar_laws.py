@@ -232,8 +232,10 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_request(grammars: Gramma
         def matcher(self) -> Broken:
             return Broken()
 
-        def wear_out(self, matcher: Any) -> Exception:
+        def wear_out(self) -> None:
             self.is_worn = True
+
+        def failure(self, matcher: Any) -> Exception:
             return InvalidRequest(matcher.get_error())
 
     grammar = Grammar()

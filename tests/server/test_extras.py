@@ -12,11 +12,12 @@ import pytest
 from asyncllm import build
 from asyncllm import config as configs
 from asyncllm.server.app import listening
+from asyncllm.text.grammars import Masker
 from asyncllm.wire.requests import CommonFields
 
 from ..text import toys
 from ..tiny import EOS_ID, make_checkpoint
-from .conftest import CHAT, HI, Serve, Served, endless, until
+from .conftest import BOTH, CHAT, HI, Serve, Served, endless, until
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 WORD = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
@@ -141,8 +142,31 @@ async def test_a_refusal_speaks_of_the_fields_that_were_sent(serve: Serve) -> No
         tool = {"type": "function", "name": "x"}
         told = await served.post(RESPONSES, {"input": "hi", "tools": [tool], "tool_choice": tool | {"name": "prompt"}})
         assert told.error["message"] == "no tool has the name 'prompt'"
+        choice = {"type": "allowed_tools", "mode": "auto", "tools": [tool, tool | {"name": "max_tokens"}]}
+        told = await served.post(RESPONSES, {"input": "hi", "tools": [tool], "tool_choice": choice})
+        assert told.error["message"] == "no tool has the name 'max_tokens'"
+        assert told.error["param"] == "tool_choice.tools[1].name"
+        told = await served.post(RESPONSES, {"input": "hi", "min_tokens": 9, "max_output_tokens": 3})
+        assert told.error["message"] == "'min_tokens' 9 is above 'max_output_tokens' 3"
         told = await served.post(RESPONSES, {"input": "hi", "max_output_tokens": -1})
         assert told.error["message"] == "'max_output_tokens' must be at least 1, got -1"
+
+
+@BOTH
+async def test_so_does_what_ends_an_answer(serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr(Masker, "accept", lambda self, tokens: [False] * len(tokens))
+    async with serve() as served:
+        form = {"type": "json_schema", "name": "x", "schema": {"type": "integer"}}
+        asked = {
+            "text.format.schema": (RESPONSES, {"input": "hi", "text": {"format": form}}),
+            "output_config.format.schema": (
+                MESSAGES, {"messages": HI, "max_tokens": 9, "output_config": {"format": form}},
+            ),
+        }  # fmt: skip
+        for field, (path, body) in asked.items():
+            async with served.session.post(served.url + path, json=body | {"stream": stream}) as response:
+                told = await response.text()
+            assert f"'{field}' cannot be kept to any further" in told and "response_format" not in told
 
 
 async def test_reasoning_is_left_out_or_left_in_and_variables_reach_the_template(serve: Serve) -> None:
