@@ -46,8 +46,8 @@ async def ask(llm: AsyncLLM, body: ChatRequest, messages: list[dict[str, Any]]) 
     spec = grammar_spec(body)
     prompt_ids = await prompt_of(llm, body, messages, use)
     parted = parting(llm, body, prompt_ids, use)
-    forced = llm.words.forced(prompt_ids, spec, **_calls(use))
     try:
+        forced = llm.words.forced(prompt_ids, spec, **_calls(use))
         params = await llm.compiled(msgspec.structs.replace(params, grammar=forced))
     except InvalidRequest as error:
         if error.param == "tools":

@@ -14,6 +14,7 @@ import msgspec
 from ..errors import InvalidRequest
 from ..types import GrammarSpec
 from .answer import AnswerForm
+from .notation import holds_options
 from .reasoning import Tags
 from .tools import Form
 
@@ -133,6 +134,8 @@ def _functions(form: Form, literal: Literal, functions: Sequence[Function]) -> l
 def _schema(parameters: dict[str, Any] | None) -> str:
     """Of the arguments. Keys that it does not name are not invented; nor is white space without an end."""
     schema = _NO_PARAMETERS if parameters is None else parameters
+    if holds_options(schema):
+        raise InvalidRequest("'x-guidance' of a function's parameters has no effect here; leave it out", "tools")
     if "properties" in schema and not _COMBINED & schema.keys():
         schema = {"additionalProperties": False} | schema
     try:

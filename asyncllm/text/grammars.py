@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from ..errors import AsyncLLMError, InvalidRequest
 from ..types import GrammarSpec, Matcher
 from .grammar_check import limits
-from .notation import idle_part, in_words, is_ebnf
+from .notation import idle_part, in_words, is_ebnf, json_holds_options
 from .tokenizer import Tokenizer
 
 CHECK_S = 5.0  # for one grammar; nearly all take milliseconds
@@ -135,6 +135,8 @@ def _read(spec: GrammarSpec) -> GrammarSpec:
     Raises:
         InvalidRequest: it cannot act on some of it.
     """
+    if spec.kind == "json" and json_holds_options(spec.source):
+        raise InvalidRequest.of(spec.param, "cannot be used: 'x-guidance' has no effect here; leave it out")
     if spec.kind != "grammar":
         return spec
     if is_ebnf(spec.source):

@@ -6,6 +6,7 @@ what a rule matched that nobody is told, a temperature that nobody samples by, a
 
 import json
 import re
+from typing import Any
 
 # Every pattern here is linear in the text, which may be 65,536 characters of anything.
 _EBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
@@ -14,15 +15,16 @@ _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/
 _ATTRIBUTES = re.compile(r"\w\s*\[([^\[\]]*)\]\s*:")  # of a rule: they stand before its colon
 _TOKEN = re.compile(r"<[^<>\s]*>")
 _REFERENCE = re.compile(r"@\w+")
+_DIRECTIVE = re.compile(rf"{_QUOTED.pattern}|(?P<keyword>%llguidance|%json)\s*")
 
 _IDLE_ATTRIBUTES = ("temperature", "capture", "stop_capture")
-_KNOWN_OPTIONS = {
-    "%llguidance": ("no_forcing", "allow_initial_skip", "allow_invalid_utf8"),
-    '"x-guidance"': (  # of a schema in Lark
-        "whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator", "coerce_one_of", "lenient",
-        "json_allowed_escapes", "json_allow_general_unicode_escapes",
-    ),
-}  # fmt: skip
+_OF_GRAMMARS = ("no_forcing", "allow_initial_skip", "allow_invalid_utf8")
+_OF_SCHEMAS = (
+    "whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator", "coerce_one_of", "lenient",
+    "json_allowed_escapes", "json_allow_general_unicode_escapes",
+)  # fmt: skip
+_NAMES_TO_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_DATA = ("const", "enum", "default", "examples")
 
 
 def is_ebnf(source: str) -> bool:
@@ -42,26 +44,68 @@ def idle_part(source: str) -> str:
         return f"{token[0][:80]} names a token: write its text"
     if reference := _REFERENCE.search(bare):
         return f"{reference[0][:80]} names another grammar, of which there are none"
-    for keyword, known in _KNOWN_OPTIONS.items():
-        if reason := _idle_option(source, keyword, known):
+    return _idle_option(source)
+
+
+def _idle_option(source: str) -> str:
+    read, at = json.JSONDecoder().raw_decode, 0
+    while found := _DIRECTIVE.search(source, at):
+        at, keyword = found.end(), found["keyword"]
+        if keyword is None:
+            continue
+        try:
+            value, at = read(source, at)
+        except json.JSONDecodeError:
+            return ""  # llguidance will say so
+        except (ValueError, RecursionError):
+            return f"{keyword} is nested too deeply, or holds too large a number"
+        reason = _unknown(keyword, value, _OF_GRAMMARS) if keyword == "%llguidance" else _idle_in_schema(value)
+        if reason:
             return reason
     return ""
 
 
-def _idle_option(source: str, keyword: str, known: tuple[str, ...]) -> str:
-    begin, read, at = re.compile(rf"{keyword}\s*:?\s*"), json.JSONDecoder().raw_decode, 0
-    while found := begin.search(source, at):
-        try:
-            options, at = read(source, found.end())
-        except json.JSONDecodeError as error:  # llguidance will say so
-            at = max(found.end(), error.pos)  # not again what has been read, or nested ones take quadratic time
-            continue
-        except (ValueError, RecursionError):
-            return f"{keyword} is nested too deeply, or holds too large a number"
-        unknown = [name for name in options if name not in known] if isinstance(options, dict) else []
-        if unknown:
-            return f"{keyword} knows no option {unknown[0][:80]!r}, but {', '.join(known)}"
-    return ""
+def _idle_in_schema(schema: Any) -> str:
+    """Of a schema in Lark, whose root alone may say how it is read."""
+    if not isinstance(schema, dict):
+        return ""
+    if reason := _unknown("x-guidance", schema.get("x-guidance"), _OF_SCHEMAS):
+        return reason
+    below = {keyword: value for keyword, value in schema.items() if keyword != "x-guidance"}
+    return "'x-guidance' has no effect below the root of a schema; leave it out" if holds_options(below) else ""
+
+
+def json_holds_options(source: str) -> bool:
+    """holds_options(), of a schema's text; False of one that is none, which llguidance will say."""
+    if "x-guidance" not in source and "\\" not in source:  # nearly always
+        return False
+    try:
+        return holds_options(json.loads(source))
+    except (ValueError, RecursionError):
+        return False
+
+
+def holds_options(schema: Any) -> bool:
+    """Whether it says anywhere how it is to be read: as a keyword, not as the name of a property or within data."""
+    left = [schema]  # however deep
+    while left:
+        one = left.pop()
+        if isinstance(one, list):
+            left += one
+        elif isinstance(one, dict):
+            if "x-guidance" in one:
+                return True
+            for keyword, value in one.items():
+                if keyword in _NAMES_TO_SCHEMAS and isinstance(value, dict):
+                    left += value.values()
+                elif keyword not in _DATA:
+                    left.append(value)
+    return False
+
+
+def _unknown(keyword: str, options: Any, known: tuple[str, ...]) -> str:
+    unknown = [name for name in options if name not in known] if isinstance(options, dict) else []
+    return f"{keyword} knows no option {unknown[0][:80]!r}, but {', '.join(known)}" if unknown else ""
 
 
 # -- what llguidance says --

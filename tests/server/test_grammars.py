@@ -108,6 +108,12 @@ async def test_gram_1_a_wrong_demand_is_a_400_that_names_it(serve: Serve, stream
         assert "root" in rootless.error["message"]  # and not that the process which tries it has ended
         options = {"type": "object", "x-guidance": {"lenient": True}}
         refused(await served.chat(stream=stream, **schema(options)), f"{path}.schema.x-guidance")
+        below = {"type": "object", "properties": {"x-guidance": {"type": "integer", "x-guidance": {"lenient": True}}}}
+        refused(await served.chat(stream=stream, **schema(below)), f"{path}.schema")
+        tools = [function("f"), function("g", parameters=below)]
+        answer = await served.chat(stream=stream, tools=tools, tool_choice="required")
+        refused(answer, "tools[1].function.parameters")
+        assert "'x-guidance' has no effect" in answer.error["message"]
         tool = function("f", parameters=options)
         refused(await served.chat(stream=stream, tools=[tool]), "tools[0].function.parameters.x-guidance")
         for wrong, said in (
