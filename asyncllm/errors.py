@@ -7,6 +7,7 @@
     │   └── BodyTooLarge      413
     ├── QueueFull             503: try again later
     ├── Draining              503: the server is stopping
+    ├── GrammarUnchecked      503: whoever tries grammars out did not get to it
     ├── TimedOut              504: its own deadline came before its first token
     ├── Aborted               499: somebody ended the request before it was done
     ├── StepFailed            500: the step that computed this request failed
@@ -92,6 +93,12 @@ class Draining(AsyncLLMError):
     status = 503
     code = "draining"
     retry_after_s = 5.0
+
+
+class GrammarUnchecked(AsyncLLMError):
+    status = 503
+    code = "grammar_unchecked"
+    retry_after_s = 1.0
 
 
 class TimedOut(AsyncLLMError):

@@ -168,7 +168,7 @@ class AsyncLLM:
 
         Raises:
             InvalidRequest: the grammar is wrong, impossible or too large, and why.
-            QueueFull: too many others are being compiled.
+            QueueFull, GrammarUnchecked: not now.
         """
         return await self.words.compiled(params)
 

@@ -8,6 +8,7 @@ minutes, and what they do to a process cannot be caught in it. Everything else f
 
 import contextlib
 import json
+import signal
 import sys
 from typing import Any
 
@@ -70,7 +71,7 @@ def problem(tokenizer: LLTokenizer, grammar: str) -> str:
 
 
 def main() -> None:
-    """Answer until stdin ends."""
+    """Answer until stdin ends, or a grammar has taken as many seconds as the only argument says."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # not on Windows; or a lower limit is set already
         import resource
 
@@ -79,10 +80,12 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         grammar = ""
+        signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))  # processor time, after which it ends by SIGPROF
         try:
             grammar, reason = tried(tokenizer, *json.loads(line))
         except Exception as error:  # the library raises bare Exception where a grammar has no root
             reason = str(error) or type(error).__name__
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps([grammar, reason]), flush=True)
 
 

@@ -10,7 +10,7 @@ ignoring it, and does not import torch.
 """
 
 import json
-import select
+import signal
 import subprocess
 import sys
 import threading
@@ -24,13 +24,14 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from ..errors import AsyncLLMError, InvalidRequest
+from ..errors import GrammarUnchecked, InvalidRequest
 from ..types import GrammarSpec, Matcher
 from .grammar_check import limits
 from .notation import idle_part, in_words, is_ebnf, json_holds_options
 from .tokenizer import Tokenizer
 
-CHECK_S = 5.0  # for one grammar; nearly all take milliseconds
+CHECK_S = 5.0  # of processor time, for one grammar; nearly all take milliseconds
+_PATIENCE = 2  # times that, by the clock
 _START_S = 30.0  # of the process that checks
 _MAX_CACHED = 64
 _MAX_CACHED_CHARS = 8 << 20
@@ -87,10 +88,10 @@ class Grammars:
         return grammar
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Worker thread; may take CHECK_S.
+        """Worker thread; may take CHECK_S, and twice that where the machine is busy.
 
         Raises:
-            InvalidRequest: the grammar is wrong, impossible or too large, and why.
+            InvalidRequest: the grammar is wrong, impossible or too large, and why. GrammarUnchecked: not now.
         """
         with self._lock:
             if (grammar := self._cached.get(spec)) is None or grammar.is_worn:
@@ -208,18 +209,21 @@ class Check:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, spec: GrammarSpec) -> tuple[str, str]:
-        """The grammar as llguidance reads it, and why it cannot be used ("" if it can)."""
+        """The grammar as llguidance reads it, and why it cannot be used ("" if it can).
+
+        Raises:
+            GrammarUnchecked: the process was stopped, killed or starved.
+        """
         process = self._running()
-        try:
-            print(json.dumps([spec.kind, spec.source, spec.frame]), file=process.stdin, flush=True)
-            line = _line(process, self._seconds)
-        except (OSError, TimeoutError):
-            line = ""
-        if not line:
-            self.close()
-            return "", "it takes too long, or too much memory, to compile"
-        grammar, reason = json.loads(line)
-        return grammar, reason
+        question = json.dumps([spec.kind, spec.source, spec.frame])
+        if answer := _said(process, question, self._seconds * _PATIENCE):
+            grammar, reason = json.loads(answer)
+            return grammar, reason
+        self.close()
+        # A grammar that goes beyond the limits ends the process by other signals, its time by SIGPROF.
+        if process.returncode == -signal.SIGKILL:
+            raise GrammarUnchecked("the grammar could not be tried out in time; the request can be sent again")
+        return "", "it takes too long, or too much memory, to compile"
 
     def kill(self) -> None:
         """Any thread: whoever waits for an answer gets none."""
@@ -237,24 +241,28 @@ class Check:
             self.close()  # it died while nobody asked, as of the kernel's want of memory: no grammar's fault
         if self._process is None:
             # By its path and without that path's folder: the program may have been started from anywhere.
-            command = [sys.executable, "-P", str(Path(__file__).with_name("grammar_check.py"))]
+            path = str(Path(__file__).with_name("grammar_check.py"))
+            command = [sys.executable, "-P", path, str(self._seconds)]
             pipe = subprocess.PIPE
             # In a session of its own: Ctrl-C in a terminal is for the server.
             self._process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, start_new_session=True)
-            if _line(self._process, _START_S).strip() != "ready":
+            if _said(self._process, None, _START_S) != "ready\n":
                 self.close()
-                raise AsyncLLMError("grammars cannot be checked: the process for it does not start")
+                raise GrammarUnchecked("grammars cannot be tried out: the process for it does not start")
         return self._process
 
 
-def _line(process: "subprocess.Popen[str]", seconds: float) -> str:
-    """The next line it writes; "" if it has ended.
-
-    Raises:
-        TimeoutError: it wrote none in time.
-    """
-    assert process.stdout is not None
-    until = time.monotonic() + seconds
-    if not select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
-        raise TimeoutError
-    return process.stdout.readline()
+def _said(process: "subprocess.Popen[str]", question: str | None, seconds: float) -> str:
+    """The next line it writes; "" if it ends instead, or is killed because it takes longer, be it to read."""
+    assert process.stdin is not None and process.stdout is not None
+    overdue = threading.Timer(seconds, process.kill)
+    overdue.start()
+    try:
+        if question is not None:
+            print(question, file=process.stdin, flush=True)
+        line = process.stdout.readline()
+    except OSError:
+        return ""
+    finally:
+        overdue.cancel()
+    return line if line.endswith("\n") else ""

@@ -88,7 +88,7 @@ class Words:
 
         Raises:
             InvalidRequest: the grammar is wrong, impossible or too large, and why.
-            QueueFull: too many others are being compiled.
+            QueueFull, GrammarUnchecked: not now.
         """
         spec = params.grammar
         if spec is None or hasattr(spec, "matcher"):

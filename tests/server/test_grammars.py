@@ -3,9 +3,12 @@
 import asyncio
 import json
 import re
+import signal
 from typing import Any
 
 import pytest
+
+from asyncllm.text.grammars import CHECK_S
 
 from ..text import toys
 from .conftest import BOTH, Serve, endless, refused
@@ -157,6 +160,18 @@ async def test_gram_3_what_would_end_the_process_ends_the_checking_one(serve: Se
     async with serve(endless, **LONG) as served:
         refused(await served.chat(structured_outputs={"grammar": chain}), "structured_outputs.grammar")
         assert (await served.chat(structured_outputs={"regex": "a"})).text() == "a"
+
+
+async def test_gram_3_who_is_stopped_while_checking_is_nobodys_fault(serve: Serve) -> None:
+    async with serve(endless, **LONG) as served:
+        assert (await served.chat(regex="a")).text() == "a"
+        check = served.llm.words.grammars._check
+        check._process.send_signal(signal.SIGSTOP)
+        check._seconds = 0.1
+        answer = await served.chat(regex="b")
+        assert (answer.status, answer.error["code"], answer.headers["Retry-After"]) == (503, "grammar_unchecked", "1")
+        check._seconds = CHECK_S
+        assert (await served.chat(regex="b")).text() == "b"
 
 
 @BOTH

@@ -1,16 +1,17 @@
 """Grammars compiled, tried out beforehand in a process of their own, and framed by reasoning and calls."""
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncllm.errors import InvalidRequest
+from asyncllm.errors import GrammarUnchecked, InvalidRequest
 from asyncllm.text.answer import AnswerForm
 from asyncllm.text.forcing import forced
-from asyncllm.text.grammars import Check, Grammars
+from asyncllm.text.grammars import CHECK_S, Check, Grammars
 from asyncllm.text.reasoning import TAGS
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.text.tools import FORMS
@@ -73,7 +74,8 @@ def test_an_impossible_grammar_is_told_with_its_field_and_its_reason(grammars: G
     assert caught.value.param == "guided_regex"
 
 
-def test_who_tries_for_too_long_is_stopped_and_replaced() -> None:
+def test_who_tries_for_too_long_is_stopped_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncllm.text.grammars._PATIENCE", 60)  # of a busy machine
     check = Check(seconds=0.5)
     slow = "start: T\nT: " + " & ".join([f"/(.*{i}.*)/" for i in range(300)])
     assert check.ask(GrammarSpec("lark", slow)) == ("", "it takes too long, or too much memory, to compile")
@@ -91,6 +93,20 @@ def test_who_died_while_nobody_asked_is_replaced_and_no_grammar_blamed() -> None
         assert check._process is not None
         check._process.kill()
         check._process.wait()
+    assert check.ask(DIGITS)[1] == ""
+    check.close()
+
+
+@pytest.mark.parametrize("spec", [DIGITS, GrammarSpec("choice", json.dumps(["a" * (1 << 20)]))])
+def test_who_is_stopped_is_replaced_and_no_grammar_blamed(spec: GrammarSpec) -> None:
+    """Also where the pipe is too small for the question."""
+    check = Check()
+    assert check.ask(DIGITS)[1] == "" and check._process is not None
+    check._process.send_signal(signal.SIGSTOP)
+    check._seconds = 0.1
+    with pytest.raises(GrammarUnchecked, match="sent again"):
+        check.ask(spec)
+    check._seconds = CHECK_S
     assert check.ask(DIGITS)[1] == ""
     check.close()
 
