@@ -42,8 +42,8 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
     app[events.OUTFLOWS] = outflows = events.Outflows(settings)
     app[admin.METRICS] = Metrics(llm, sockets, outflows)
     app[RATES] = Rates(settings.requests_per_minute)
-    app.cleanup_ctx.append(websocket.draining)
-    app.cleanup_ctx.append(_keeping_time)
+    app.cleanup_ctx.append(_beside(sockets.drain_with_engine))
+    app.cleanup_ctx.append(_beside(CLOCK.keep))
     app.on_shutdown.append(_close_sockets)
     app.add_routes(
         [
@@ -101,12 +101,16 @@ def _bare_app(llm: AsyncLLM, settings: Settings) -> web.Application:
     return app
 
 
-async def _keeping_time(app: web.Application) -> AsyncIterator[None]:
-    """cleanup_ctx: the clock is kept while the server lives."""
-    keeping = asyncio.create_task(CLOCK.keep())
-    yield
-    keeping.cancel()
-    await asyncio.wait([keeping])
+def _beside(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[web.Application], AsyncIterator[None]]:
+    """cleanup_ctx: `work` goes on while the server lives."""
+
+    async def context(app: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(work())
+        yield
+        task.cancel()
+        await asyncio.wait([task])
+
+    return context
 
 
 async def _close_sockets(app: web.Application) -> None:

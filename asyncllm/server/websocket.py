@@ -1,42 +1,26 @@
 """GET /v1/responses, upgraded: OpenAI's Responses mode, many responses over one socket by lanes.
 
-Loop thread. It never knows how a response comes about; a lane is its Sink.
+Loop thread. It never knows how a response comes about.
 
     -> response.create, response.cancel, response.update, response.attach     <- response.* events, error
-
-Longer than most: a socket, its lanes and what they queue end in each other's ways, and are read together.
 """
 
 import asyncio
 import copy
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from functools import partial
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from ..errors import AsyncLLMError, Draining, InvalidRequest, QueueFull
 from ..llm import AsyncLLM
 from ..wire.errors import error_reply
-from ..wire.obfuscation import Obfuscated
-from ..wire.requests import StreamOptions, wants_obfuscation
-from ..wire.response_events import Framing, SocketFrames, error_frame
-from ..wire.responses import (
-    ResponseRequest,
-    Update,
-    check_stream_id,
-    decode_attach,
-    decode_cancel,
-    decode_envelope,
-    decode_response,
-    decode_update,
-)
-from .completions import check_model
+from ..wire.response_events import error_frame
+from ..wire.responses import Update, check_stream_id, decode_cancel, decode_envelope, decode_update
 from .events import OUTFLOWS, Outflow
 from .gate import LLM, SETTINGS, check_density, check_origin
 from .kept import RESPONSES, ResponseNotFound, Responses
+from .lane import Lane, SocketLimit
 from .live import LiveResponse
 from .rates import RATES, Rates
 from .settings import Settings
@@ -44,14 +28,6 @@ from .settings import Settings
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 2.0  # for the other side's half of the closing handshake
-
-
-class SocketLimit(InvalidRequest):
-    """What one socket may have; its code says which."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 async def upgrade(request: web.Request) -> web.StreamResponse:
@@ -128,9 +104,9 @@ class Sockets:
     def discard(self, connection: "Connection") -> None:
         self._open.discard(connection)
 
-    async def drain_with(self, llm: AsyncLLM) -> None:
+    async def drain_with_engine(self) -> None:
         """When the server drains, close each socket as its last response ends: 1001, come back elsewhere."""
-        await llm.wait_draining()
+        await self._llm.wait_draining()
         for connection in list(self._open):
             connection.drain()
 
@@ -139,14 +115,6 @@ class Sockets:
 
 
 SOCKETS = web.AppKey("sockets", Sockets)
-
-
-async def draining(app: web.Application) -> AsyncIterator[None]:
-    """cleanup_ctx: watches for the drain while the server lives."""
-    watching = asyncio.create_task(app[SOCKETS].drain_with(app[LLM]))
-    yield
-    watching.cancel()
-    await asyncio.wait([watching])
 
 
 class Connection:
@@ -265,7 +233,7 @@ class Connection:
         if sum([len(lane.queue) for lane in self._lanes.values()]) >= self._settings.max_queued_per_socket:
             raise SocketLimit("websocket_queue_full", "too many requests are waiting on this socket")
 
-    def _lane(self, stream_id: str | None) -> "Lane":
+    def _lane(self, stream_id: str | None) -> Lane:
         lane = self._lanes.get(stream_id)
         if lane is None:
             if stream_id is not None and len(self._lanes.keys() - {None}) >= self._settings.max_lanes:
@@ -320,142 +288,6 @@ class Connection:
         for lane in self._lanes.values():
             lane.lost(said_goodbye=close_code in (WSCloseCode.OK, WSCloseCode.GOING_AWAY) and not self._draining)
         self.responses.disown(self)
-
-
-class Order:
-    """A create or an attach, waiting its turn or running."""
-
-    def __init__(self, kind: str, message: bytes) -> None:
-        self.kind = kind
-        self.message = message
-        self.cancelled = False
-        self.updates: list[Update] = []  # that came before it ran
-
-
-class Lane:
-    """One line of responses, in order, as the Sink of the one that runs."""
-
-    def __init__(self, connection: Connection, stream_id: str | None) -> None:
-        self.stream_id = stream_id
-        self.framing: Framing = SocketFrames(stream_id)  # of what runs
-        self.queue: deque[Order] = deque()
-        self.running: LiveResponse | None = None
-        self.write = connection.push
-        self.has_room = connection.has_room
-        self.give_patience = connection.give_patience
-        self.cut_off = connection.cut_off
-        self._connection = connection
-        self._task: asyncio.Task[None] | None = None
-        self._over: asyncio.Future[None] | None = None
-        self._order: Order | None = None
-
-    def put(self, kind: str, message: bytes) -> None:
-        self.queue.append(Order(kind, message))
-        if self._task is None:
-            self._start()
-
-    def _start(self) -> None:
-        self._connection.num_busy += 1
-        self._task = asyncio.create_task(self._work())
-        self._task.add_done_callback(self._rest)  # also where it is cancelled before it begins
-
-    @property
-    def coming(self) -> Order | None:
-        """What will run next, if nothing runs; it may be at work already, and not have its response yet."""
-        if self.running is not None and self.running.outcome is None:
-            return None
-        if self._order is not None and self.running is None:
-            return self._order
-        return self.queue[0] if self.queue else None
-
-    def cancel(self) -> None:
-        """What runs here, or will next."""
-        if (order := self.coming) is not None:
-            order.cancelled = True
-        elif self.running is not None:
-            self.running.cancel()
-
-    def end(self, data: bytes) -> None:
-        """Of the Sink: the terminal event."""
-        self.write(data)
-        if self._over is not None and not self._over.done():
-            self._over.set_result(None)
-
-    def replaced(self) -> None:
-        """Of the Sink: another connection has attached to what ran here."""
-        taken = SocketLimit("response_taken", "another connection follows this response")
-        self._connection.refuse(taken, self.stream_id)
-        self.end(b"")
-
-    def lost(self, *, said_goodbye: bool) -> None:
-        self.queue.clear()
-        if self.running is not None:
-            self.running.detach(self, for_good=said_goodbye)
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _work(self) -> None:
-        """Run what is queued, one after the other; the writing is done by callbacks meanwhile."""
-        while self.queue:
-            async with self._connection.active:
-                if self.queue:
-                    await self._run(self.queue.popleft())
-
-    def _rest(self, task: "asyncio.Task[None]") -> None:
-        self._task = None
-        self._connection.num_busy -= 1
-        if self.queue and not task.cancelled():  # put between its last look and this callback
-            self._start()
-        self._connection.lane_rests()
-
-    async def _run(self, order: Order) -> None:
-        self._order = order
-        try:
-            await (self._create(order) if order.kind == "response.create" else self._attach(order))
-        except Exception as error:
-            self._connection.refuse(error, self.stream_id)
-        finally:
-            if self.running is not None:
-                self.running.detach(self)  # where following it has failed: it would go on talking
-            self.running = self._order = None
-
-    async def _create(self, order: Order) -> None:
-        connection = self._connection
-        body = decode_response(order.message)
-        check_model(connection.llm, body.model)
-        self._settle(order, partial(self._change, body))  # a moment later it could be some tokens ahead
-        live = await connection.responses.start(body, connection)
-        await self._follow(live, -1, order, body.stream_options)
-
-    def _settle(self, order: Order, apply: Callable[[Update], None]) -> None:
-        """Whatever updates came before it ran; an error is of its update alone."""
-        updates, order.updates = order.updates, []
-        for update in updates:
-            try:
-                apply(update)
-            except AsyncLLMError as error:
-                self._connection.refuse(error, self.stream_id)
-
-    def _change(self, body: ResponseRequest, update: Update) -> None:
-        self._connection.llm.check_update(**update.changes())
-        update.change(body)
-
-    async def _attach(self, order: Order) -> None:
-        attach = decode_attach(order.message)
-        live = self._connection.responses.get(attach.response_id)
-        after = -1 if attach.starting_after is None else attach.starting_after
-        await self._follow(live, after, order, attach.stream_options)
-
-    async def _follow(self, live: LiveResponse, after: int, order: Order, options: StreamOptions | None) -> None:
-        frames = SocketFrames(self.stream_id)
-        self.framing = Obfuscated(frames) if wants_obfuscation(options) else frames
-        self._over = asyncio.get_running_loop().create_future()
-        self.running = live
-        self._settle(order, partial(self._connection.apply, live))
-        live.attach(self, after)
-        if order.cancelled:
-            live.cancel()
-        await self._over
 
 
 def _is_utf8(message: bytes) -> bool:

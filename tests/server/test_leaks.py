@@ -41,7 +41,7 @@ LAYERS = (
     "server.completions.Answer.take", "server.completions.Answer.flush", "server.live.LiveResponse.flush",
     "server.live.LiveResponse.attach", "server.live.LiveResponse.whole", "server.live.LiveResponse._outcome",
     "server.detailed.Teller.note", "server.metrics.Metrics.collect", "server.websocket.Connection._dispatch",
-    "server.websocket.Connection.push", "server.websocket.Connection.flush", "server.websocket.Lane._create",
+    "server.websocket.Connection.push", "server.websocket.Connection.flush", "server.lane.Lane._create",
     "server.websocket.Connection.take", "server.admin.json_response",
     "wire.requests.decode", "wire.requests.chat_params", "wire.replies._reply", "wire.replies.Chunks.text",
     "wire.replies.Chunks.finish", "wire.parted.PartedChunks._make", "wire.response_events.Events.say",
