@@ -5,6 +5,7 @@ Main thread, before and around the loop. The environment is read here and nowher
 
 import argparse
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from . import __version__, logs, supervise
@@ -38,7 +40,9 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; exits with its code."""
-    args = _parser().parse_args(argv)
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:  # parse_args would name the program, and point at the help that lists no flags
+        args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     args.arguments = sys.argv[1:] if argv is None else argv
     logs.set_up(args.log_level)
     try:
@@ -107,7 +111,8 @@ def _check_address(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+            other = "; --port names another, 0 takes any that is free" if error.errno == errno.EADDRINUSE else ""
+            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}{other}") from None
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
@@ -133,7 +138,7 @@ def _access(args: argparse.Namespace) -> "Access":
 
     lines = [*args.api_key, *os.environ.get("ASYNCLLM_API_KEY", "").split(",")]
     if args.api_key_file is not None:
-        lines += args.api_key_file.read_text().splitlines()
+        lines += _lines_of_keys(args.api_key_file)
     keys = read_keys(lines)
     if not keys and (args.api_key or args.api_key_file is not None):
         raise ValueError("an API key was announced, and none is there")  # not: served to everybody
@@ -145,6 +150,13 @@ def _access(args: argparse.Namespace) -> "Access":
         certfile=args.ssl_certfile,
         keyfile=args.ssl_keyfile,
     )
+
+
+def _lines_of_keys(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError as error:
+        raise OSError(f"--api-key-file {path} cannot be read: {error.strerror}") from None
 
 
 def _allowed_hosts(args: argparse.Namespace) -> tuple[str, ...] | None:
@@ -230,8 +242,15 @@ def _flag_from_environment(name: str) -> bool:
     return value == "1"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Whose errors are not preceded by fifty lines of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_CANNOT_START, f"{self.prog}: error: {message}; `{self.prog} --help` lists what there is\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="asyncllm", description="Serve a language model to many clients at once.")
+    parser = _Parser(prog="asyncllm", description="Serve a language model to many clients at once.")
     parser.add_argument("--version", action="version", version=f"asyncllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, help_text, *groups in (
@@ -240,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
         ("bench", _bench, "measure a server under load, one JSON line a run", add_bench_flags),
     ):
         command = commands.add_parser(name, help=help_text)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, refuse=command.error)
         for add_flags in groups:
             add_flags(command)
     return parser

@@ -81,6 +81,25 @@ def test_the_pace_is_the_engines(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serve", "--prot", "9000"], "asyncllm serve: error: unrecognized arguments: --prot; `asyncllm serve --help`"),
+        (["serve", "--port", "x"], "asyncllm serve: error: argument --port: 'x' is not a port from 0 to 65535; `asy"),
+        (["chat", "one", "two"], "asyncllm chat: error: unrecognized arguments: two; `asyncllm chat --help`"),
+        (["srve"], "asyncllm: error: argument command: invalid choice: 'srve'"),
+        ([], "asyncllm: error: the following arguments are required: command; `asyncllm --help`"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_line(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(arguments)
+    err = capsys.readouterr().err
+    assert left.value.code == 2 and err.startswith(told) and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(
     ("flags", "told"),
     [
         (("--heartbeat-seconds", "0"), "'0' is not a number of seconds above 0"),

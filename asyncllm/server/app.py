@@ -200,7 +200,7 @@ def tls_context(access: Access) -> ssl.SSLContext | None:
     if certfile is None and keyfile is None:
         return None
     if certfile is None or keyfile is None:
-        raise ValueError("TLS needs both a certificate and its key")
+        raise ValueError("TLS needs both a certificate and its key: --ssl-certfile and --ssl-keyfile")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:

@@ -134,6 +134,7 @@ def test_a_port_in_use_is_told_at_once(checkpoint: Path, server: ServerProcess) 
     command = [sys.executable, "-m", "asyncllm", "serve", str(checkpoint), "--port", port]
     failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert failed.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in failed.stderr
+    assert "--port names another" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 
@@ -148,6 +149,8 @@ def test_a_port_in_use_is_told_at_once(checkpoint: Path, server: ServerProcess) 
         (["{checkpoint}", "--num-pages", "2000000000"], "GiB are free: lower it"),
         (["{checkpoint}", "--port", "99999"], "not a port from 0 to 65535"),
         (["{checkpoint}", "--drain-seconds", "-1"], "not a number of seconds"),
+        (["{checkpoint}", "--api-key-file", "./no-such-file"], "--api-key-file no-such-file cannot be read"),
+        (["{checkpoint}", "--ssl-certfile", "./no-such-file"], "--ssl-certfile and --ssl-keyfile"),
     ],
 )
 def test_what_cannot_start_says_why(checkpoint: Path, arguments: list[str], told: str) -> None:
