@@ -7,6 +7,7 @@ fit into one deadline: three attempts of 30 s for a timeout of 30 s were three g
 """
 
 import asyncio
+import errno
 import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -231,7 +232,10 @@ def connection_error(error: BaseException, call: Call) -> APIConnectionError:
     """Our word for what went wrong below HTTP."""
     if isinstance(error, TimeoutError):
         return APITimeoutError(f"timed out: {error or call.url}", request_id=call.request_id)
-    what = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:  # aiohttp's own text talks of ssl:default
+        what = "nothing listens there; is the server up, and this its port?"
+    else:
+        what = str(error) or type(error).__name__
     return APIConnectionError(f"the connection to {call.url} failed: {what}", request_id=call.request_id)
 
 

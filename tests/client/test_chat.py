@@ -103,7 +103,7 @@ async def test_ctrl_c_stops_the_answer_on_the_server_and_not_the_program() -> No
 async def test_no_server_is_told_in_one_line() -> None:
     out, err, code = await talk("Hi\n", "http://127.0.0.1:1")
     assert (out, code) == ("", 2)
-    assert err.startswith("asyncllm: the connection to http://127.0.0.1:1/v1/models failed")
+    assert err.startswith("asyncllm: the connection to http://127.0.0.1:1/v1/models failed: nothing listens there")
 
 
 async def test_an_engine_of_its_own(tmp_path: Path) -> None:
