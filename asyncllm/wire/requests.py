@@ -239,6 +239,7 @@ def _invalid(message: str) -> InvalidRequest:
     param = where.rstrip("`").removeprefix(".").replace("[...]", "")  # a value of an object: its key is not told
     if what.startswith("Object missing required field"):
         param = f"{param}.{what.split('`')[1]}".removeprefix(".")
+        return InvalidRequest(f"'{param}' is missing", param)
     return InvalidRequest(f"'{param}': {what}" if param else f"the body: {what}", param or None)
 
 

@@ -217,7 +217,7 @@ def test_a_prompt_of_a_wrong_type_is_named(prompt: Any, param: str) -> None:
 
 def test_a_missing_field_is_named() -> None:
     assert refusal(requests.decode_chat, b"{}")[0] == "messages"
-    assert refusal(requests.decode_completion, b"{}")[0] == "prompt"
+    assert refusal(requests.decode_completion, b"{}") == ("prompt", "'prompt' is missing")
 
 
 @pytest.mark.parametrize(
