@@ -74,12 +74,11 @@ async def serving(config: Config, fault: str | None = None) -> AsyncIterator[Asy
         tokenizer, template = await asyncio.to_thread(_load_words, folder, config)
     engine_config, limits = _decide(config, folder, tokenizer)
     log.info(
-        "%s: %s, %s, %d threads, pages of %d tokens",
+        "%s: %s, %s, torch threads: %d",
         folder.resolve().name,
         engine_config.device,
         engine_config.dtype,
         engine_config.threads,
-        engine_config.page_size,
     )
     log.debug("%s", engine_config)
     if engine_config.why_plain is not None:
@@ -118,6 +117,12 @@ async def running(
         made = make_runner()
         runner, sized = made if isinstance(made, SizedRunner) else (made, config)
         pool_tokens = sized.usable_pages * config.page_size
+        log.info(
+            "context: %d tokens; KV cache: %d tokens, in pages of %d",
+            limits.max_model_len,
+            pool_tokens,
+            config.page_size,
+        )
         scheduler = Scheduler(
             msgspec.structs.replace(limits, max_prompt_len=min(limits.max_prompt_len, pool_tokens)),
             page_size=config.page_size,
