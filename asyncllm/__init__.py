@@ -12,19 +12,20 @@ if TYPE_CHECKING:
     from .build import load, start
     from .client import AsyncClient
     from .config import Config
+    from .errors import AsyncLLMError
     from .llm import AsyncLLM
     from .offline import LLM
     from .types import Completion, Delta, FinishReason, GrammarSpec, SamplingParams
 
 _HOMES = {
-    "start": "build", "load": "build", "AsyncClient": "client", "Config": "config", "AsyncLLM": "llm", "LLM": "offline",
-    "Completion": "types", "Delta": "types", "FinishReason": "types", "GrammarSpec": "types",
-    "SamplingParams": "types",
+    "start": "build", "load": "build", "AsyncClient": "client", "Config": "config", "AsyncLLMError": "errors",
+    "AsyncLLM": "llm", "LLM": "offline", "Completion": "types", "Delta": "types", "FinishReason": "types",
+    "GrammarSpec": "types", "SamplingParams": "types",
 }  # fmt: skip
 
 __all__ = [
-    "LLM", "AsyncClient", "AsyncLLM", "Completion", "Config", "Delta", "FinishReason", "GrammarSpec",
-    "SamplingParams", "load", "start",
+    "LLM", "AsyncClient", "AsyncLLM", "AsyncLLMError", "Completion", "Config", "Delta", "FinishReason",
+    "GrammarSpec", "SamplingParams", "load", "start",
 ]  # fmt: skip
 
 
