@@ -120,6 +120,7 @@ async def test_met_1_counters_agree_with_the_clients_own_tally(serve: Serve) -> 
 
 async def test_met_1_the_loops_health_and_the_engines_load_are_told(serve: Serve) -> None:
     async with serve(endless, **LONG) as served:
+        served.llm.pace.policy = "every_step"  # a busy machine would have it gather
         shared = "the same beginning of two prompts, a few pages long, " * 2
         for _ in range(2):
             await served.complete(shared, max_tokens=100, stream=True)
