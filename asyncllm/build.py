@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
@@ -27,12 +27,13 @@ from .config import Config, EngineConfig, MachineFacts
 from .engine.batch import Runner
 from .engine.loop import Engine
 from .engine.scheduler import Scheduler
-from .errors import AsyncLLMError, EngineDead, ModelError
+from .errors import AsyncLLMError, EngineDead, InvalidRequest, ModelError
 from .llm import AsyncLLM
 from .offline import LLM
+from .submission import as_params
 from .text.chat import ChatTemplate
-from .text.tokenizer import Tokenizer
-from .types import EngineLimits
+from .text.tokenizer import Tokenizer, read_json
+from .types import DEFAULTED, NO_DEFAULTS, EngineLimits
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ async def serving(config: Config, fault: str | None = None) -> AsyncIterator[Asy
         folder = await asyncio.to_thread(hub.resolve, config.model)
         tokenizer, template = await asyncio.to_thread(_load_words, folder, config)
     engine_config, limits = _decide(config, folder, tokenizer)
+    sampling_defaults = _sampling_defaults(config, folder, limits)
     log.info(
         "%s: %s, %s, torch threads: %d",
         folder.resolve().name,
@@ -93,6 +95,7 @@ async def serving(config: Config, fault: str | None = None) -> AsyncIterator[Asy
         model_name=name,
         pace=config.pace,
         grammars=await asyncio.to_thread(_load_grammars, tokenizer, limits.vocab_size),
+        sampling_defaults=sampling_defaults,
     ) as llm:
         yield llm
 
@@ -233,6 +236,28 @@ def _load_words(folder: Path, config: Config) -> tuple[Tokenizer, ChatTemplate |
         folder, tool_parser=config.tool_parser, reasoning_parser=config.reasoning_parser
     )
     return Tokenizer.from_folder(folder), template
+
+
+def _sampling_defaults(config: Config, folder: Path, limits: EngineLimits) -> Mapping[str, float]:
+    """What the model's makers say of sampling.
+
+    Raises:
+        ModelError: a value that no request could have.
+    """
+    if config.sampling_defaults != "model":
+        return NO_DEFAULTS
+    said = read_json(folder / "generation_config.json")
+    defaults = {name: said[name] for name in DEFAULTED if said.get(name) is not None}
+    try:
+        params = as_params(None, defaults)
+        if problem := params.problem(limits):
+            raise problem
+    except InvalidRequest as error:
+        raise ModelError(f"{folder}/generation_config.json: {error}; --sampling-defaults openai passes it by") from None
+    defaults = {name: getattr(params, name) for name in defaults}
+    if defaults:
+        log.info("sampling defaults of the model: %s", ", ".join(f"{name} {x:g}" for name, x in defaults.items()))
+    return defaults
 
 
 def _decide(config: Config, folder: Path, tokenizer: Tokenizer) -> tuple[EngineConfig, EngineLimits]:

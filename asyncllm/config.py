@@ -16,6 +16,7 @@ PacePolicy = Literal["adaptive", "every_step", "gather"]  # when unread text goe
 PACES: tuple[PacePolicy, ...] = get_args(PacePolicy)
 TOOL_PARSERS = ("auto", "none", "hermes", "mistral", "mistral_named", "llama3", "json")
 REASONING_PARSERS = ("auto", "none", "think", "magistral")
+SAMPLING_DEFAULTS = ("model", "openai")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
@@ -51,6 +52,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     gpu_memory_utilization: float = 0.9  # of the GPU's memory, the share that this process may fill
     tool_parser: str = "auto"  # how the model writes calls of tools; auto: as its chat template shows
     reasoning_parser: str = "auto"
+    sampling_defaults: str = "model"  # for what a request leaves open: generation_config.json's, or OpenAI's
     cuda_graph_max_batch: int | None = None  # rows of the largest captured step; 0 captures none
 
 
@@ -128,6 +130,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ValueError(f"page_size must be a power of two up to 128, got {page_size}")
     _choice("tool_parser", config.tool_parser, TOOL_PARSERS, default="auto")
     _choice("reasoning_parser", config.reasoning_parser, REASONING_PARSERS, default="auto")
+    _choice("sampling_defaults", config.sampling_defaults, SAMPLING_DEFAULTS, default="model")
     max_model_len = _positive("max_model_len", config.max_model_len, default=model.max_position)
     if max_model_len > model.max_position:
         raise ValueError(f"max_model_len {max_model_len} is above the model's {model.max_position} positions")

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from .config import ATTENTIONS, DEVICES, DTYPES, PACES, REASONING_PARSERS, TOOL_PARSERS
+from .config import ATTENTIONS, DEVICES, DTYPES, PACES, REASONING_PARSERS, SAMPLING_DEFAULTS, TOOL_PARSERS
 from .server.settings import Settings
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -170,5 +170,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--pace", default="adaptive", choices=PACES, help="when text goes out; default: each step, unless that lags")
     add("--tool-parser", default="auto", choices=TOOL_PARSERS, help="how calls are written; default: see the template")
     add("--reasoning-parser", default="auto", choices=REASONING_PARSERS, help="its tags; default: see the template")
+    add("--sampling-defaults", default="model", choices=SAMPLING_DEFAULTS,
+        help="where a request says nothing: generation_config.json's, or OpenAI's; default: model")  # fmt: skip
     add("--gpu-memory-utilization", type=float, default=0.9, help="of its memory to fill; default: 0.9")
     add("--cuda-graph-max-batch", type=int, help="rows of the largest captured step; 0 captures none")

@@ -8,7 +8,7 @@ import copy
 import faulthandler
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
@@ -24,7 +24,7 @@ from .text.chat import ChatTemplate, Ending
 from .text.stop import StopMatcher
 from .text.tokenizer import Tokenizer
 from .text.words import Messages, Words
-from .types import EngineLimits, SamplingParams
+from .types import NO_DEFAULTS, EngineLimits, SamplingParams
 
 if TYPE_CHECKING:  # llguidance has no wheel for every machine
     from .text.grammars import Grammars
@@ -48,12 +48,14 @@ class AsyncLLM:
         model_name: str,
         pace: PacePolicy = "adaptive",
         grammars: "Grammars | None" = None,
+        sampling_defaults: Mapping[str, float] = NO_DEFAULTS,
     ) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.words = Words(tokenizer, chat_template, grammars)
         self.model_name = model_name
+        self.sampling_defaults = sampling_defaults
         self.created = int(time.time())
         self.dead: AsyncLLMError | None = None
         self.draining = False
@@ -118,7 +120,7 @@ class AsyncLLM:
     ) -> tuple[Sequence[int], SamplingParams, Terms]:
         prompt_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
         terms = take_terms(fields)
-        return prompt_ids, await self.compiled(as_params(params, fields)), terms
+        return prompt_ids, await self.compiled(as_params(params, fields, self.sampling_defaults)), terms
 
     # -- the parts --
 

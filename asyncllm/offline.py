@@ -41,7 +41,7 @@ class LLM:
         if isinstance(prompts, str):
             raise InvalidRequest("prompts must be a list; generate([prompt]) takes one", "prompts")
         terms = take_terms(fields)
-        params = as_params(params, fields)
+        params = as_params(params, fields, self._llm.sampling_defaults)
         if params.num_choices > 1:
             return self._runner.run(self._choose(prompts, params, terms))
         ask = self._llm.generate

@@ -7,14 +7,23 @@ import re
 import secrets
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import msgspec
 
 from .errors import InvalidRequest
 from .text.tokenizer import Tokenizer, context_too_long
-from .types import CALLER, MAX_BAD_WORDS, MAX_STOP_CHARS, EngineLimits, SamplingParams, Submission
+from .types import (
+    CALLER,
+    MAX_BAD_WORDS,
+    MAX_STOP_CHARS,
+    NO_DEFAULTS,
+    EngineLimits,
+    SamplingParams,
+    Submission,
+    with_defaults,
+)
 
 _MAX_TIMEOUT_S = 86_400.0
 _MAX_PRIORITY = 2**31
@@ -35,14 +44,17 @@ def take_terms(fields: dict[str, Any]) -> Terms:
     return {name: fields.pop(name) for name in Terms.__annotations__ if name in fields}  # type: ignore[return-value]
 
 
-def as_params(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
-    """Either a SamplingParams or its fields; a field of the wrong kind is told by name."""
+def as_params(
+    params: SamplingParams | None, fields: dict[str, Any], defaults: Mapping[str, float] = NO_DEFAULTS
+) -> SamplingParams:
+    """Either a SamplingParams or its fields, with the model's defaults for the rest; a field of the wrong kind is
+    told by name."""
     if params is not None and fields:
         raise InvalidRequest(f"give params or {', '.join(fields)}, not both", next(iter(fields)))
     if unknown := [name for name in fields if name not in SamplingParams.__struct_fields__]:
         known = ", ".join(SamplingParams.__struct_fields__)
         raise InvalidRequest(f"unknown sampling parameter {unknown[0]!r}; known are {known}", unknown[0])
-    return params or _converted(fields)
+    return params or _converted(with_defaults(fields, defaults))
 
 
 def of_right_kinds(params: SamplingParams) -> SamplingParams:

@@ -5,8 +5,9 @@ All frozen, owned by nobody, read by everyone. Of ours it imports errors alone.
 
 import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -196,6 +197,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 yield InvalidRequest(_unknown_id(token_id, limits), "logit_bias")
             if not -100 <= bias <= 100:
                 yield InvalidRequest(f"a bias must be between -100 and 100, got {bias} for {token_id}", "logit_bias")
+
+
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what generation_config.json may say
+NO_DEFAULTS: Mapping[str, float] = MappingProxyType({})
+_CUTS = ("top_p", "top_k", "min_p")
+
+
+def with_defaults(given: dict[str, Any], defaults: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of a SamplingParams that a request gives, and the model's defaults for those that it does not."""
+    filled = {**defaults, **given}
+    if filled.get("temperature") == 0:  # the likeliest token survives every cut, and each cut costs a sort
+        filled = {name: value for name, value in filled.items() if name in given or name not in _CUTS}
+    return filled
 
 
 _RANGES = (

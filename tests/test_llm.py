@@ -318,6 +318,21 @@ def test_load_generates_a_list_in_order(tmp_path: Path) -> None:
         assert chat[0].num_prompt_tokens > 1
 
 
+def test_what_a_call_leaves_open_is_as_the_models_makers_say(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "tiny")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2, "top_k": 1, "min_p": null, "do_sample": true}')
+    drawn = {"temperature": 2, "seed": 1, "max_tokens": 12, "ignore_eos": True}
+    with asyncllm.load(str(folder), threads=1) as llm:
+        [likeliest] = llm.generate(["Hello"], **drawn | {"temperature": 0})
+        assert llm.generate(["Hello"], **drawn)[0].text == likeliest.text
+        assert llm.generate(["Hello"], top_k=0, **drawn)[0].text != likeliest.text
+        assert llm.generate(["Hello"], SamplingParams(**drawn))[0].text != likeliest.text  # says all of it
+    with asyncllm.load(str(folder), threads=1, sampling_defaults="openai") as llm:
+        assert llm.generate(["Hello"], **drawn)[0].text != likeliest.text
+    with pytest.raises(ValueError, match="sampling_defaults 'mine' is unknown; known are model, openai"):
+        asyncllm.load(str(folder), sampling_defaults="mine")
+
+
 def test_an_answer_keeps_to_a_grammar_in_process(tmp_path: Path) -> None:
     digits = asyncllm.GrammarSpec("regex", "[0-9]{3}")
     with asyncllm.load(str(make_checkpoint(tmp_path / "tiny")), threads=1) as llm:
@@ -346,7 +361,8 @@ def test_what_cannot_be_loaded_raises(tmp_path: Path) -> None:
         ("config.json", {"num_hidden_layers": 0}), ("config.json", {"num_attention_heads": None}),
         ("config.json", {"max_position_embeddings": None}), ("config.json", {"rms_norm_eps": "x"}),
         ("config.json", {"rope_parameters": 5}), ("config.json", "[" * 100_000),
-        ("generation_config.json", {"eos_token_id": ["x"]}), ("tokenizer.json", b"\xff\xfe"),
+        ("generation_config.json", {"eos_token_id": ["x"]}), ("generation_config.json", {"temperature": "warm"}),
+        ("generation_config.json", {"top_p": 9}), ("tokenizer.json", b"\xff\xfe"),
         ("chat_template.jinja", b"\xff\xfe"), ("tokenizer_config.json", {"chat_template": [{"template": "x"}]}),
         ("model.safetensors.index.json", {"weight_map": 5}),
     ],

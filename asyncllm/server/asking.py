@@ -41,7 +41,7 @@ async def ask(llm: AsyncLLM, body: ChatRequest, messages: list[dict[str, Any]]) 
     Raises:
         InvalidRequest: naming the field as chat has it; ContextTooLong among them.
     """
-    params = requests.chat_params(body)
+    params = requests.chat_params(body, llm.sampling_defaults)
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     spec = grammar_spec(body)
     prompt_ids = await prompt_of(llm, body, messages, use)

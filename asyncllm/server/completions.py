@@ -68,7 +68,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = requests.decode_completion(await read_request(request))
     check_model(llm, body.model)
     prompts = requests.completion_prompts(body)
-    params = msgspec.structs.replace(requests.completion_params(body), grammar=grammar_spec(body))
+    params = requests.completion_params(body, llm.sampling_defaults)
+    params = msgspec.structs.replace(params, grammar=grammar_spec(body))
     params = await llm.compiled(params)
     read = [await _read_prompt(llm, prompt, body) for prompt in prompts]
     return await _answer(request, TEXT, body, read, params)

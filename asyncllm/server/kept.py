@@ -74,7 +74,7 @@ class Responses:
             id=f"resp_{secrets.token_hex(12)}",
             created_at=int(time.time()),
             model=self._llm.model_name,
-            echo=echo(body),
+            echo=echo(body, asked.params),
             call_id_chars=call_id_chars(self._llm),
             encrypts="reasoning.encrypted_content" in (body.include or ()),
         )

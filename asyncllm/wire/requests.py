@@ -8,12 +8,13 @@ served are refused by name (unserved.py).
 """
 
 import secrets
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from ..errors import Field, InvalidRequest
-from ..types import MAX_LOGPROBS, SamplingParams
+from ..types import MAX_LOGPROBS, NO_DEFAULTS, SamplingParams, with_defaults
 from .broken import broken_json
 from .formats import ResponseFormat, StructuredOutputs
 from .messages import Message
@@ -134,7 +135,7 @@ def decode_completion(body: bytes) -> CompletionRequest:
     return decode(_completion, body)
 
 
-def chat_params(request: ChatRequest) -> SamplingParams:
+def chat_params(request: ChatRequest, defaults: Mapping[str, float] = NO_DEFAULTS) -> SamplingParams:
     """How to sample the answer; without a limit it may run to the end of the context.
 
     Raises:
@@ -144,7 +145,7 @@ def chat_params(request: ChatRequest) -> SamplingParams:
         if (limit := getattr(request, name)) is not None and limit < 1:
             raise InvalidRequest.of(name, f"must be at least 1, got {limit}")
     limits = (request.max_completion_tokens, request.max_tokens)
-    params = sampling_params(request, next((limit for limit in limits if limit is not None), None))
+    params = sampling_params(request, next((limit for limit in limits if limit is not None), None), defaults)
     if request.logprobs:
         return msgspec.structs.replace(params, logprobs=_num_logprobs(request.top_logprobs or 0, "top_logprobs"))
     if request.top_logprobs:
@@ -152,14 +153,14 @@ def chat_params(request: ChatRequest) -> SamplingParams:
     return params
 
 
-def completion_params(request: CompletionRequest) -> SamplingParams:
+def completion_params(request: CompletionRequest, defaults: Mapping[str, float] = NO_DEFAULTS) -> SamplingParams:
     """How to sample; without a limit 16 tokens, as OpenAI has it (or min_tokens, if that is more).
 
     With `echo`, max_tokens may be 0, which here is 1: what is drawn then is not told.
     """
     default = max(COMPLETION_MAX_TOKENS, request.min_tokens or 0)
     limit = default if request.max_tokens is None else request.max_tokens
-    params = sampling_params(request, 1 if limit == 0 and request.echo else limit)
+    params = sampling_params(request, 1 if limit == 0 and request.echo else limit, defaults)
     if request.best_of is not None:
         if request.stream and request.best_of > params.n:
             raise InvalidRequest("'best_of' above 'n' cannot be streamed: the best is known at the end", "best_of")
@@ -243,11 +244,12 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(f"'{param}': {what}" if param else f"the body: {what}", param or None)
 
 
-def sampling_params(request: Any, max_tokens: int | None) -> SamplingParams:
-    """The fields that all routes share."""
+def sampling_params(request: Any, max_tokens: int | None, defaults: Mapping[str, float]) -> SamplingParams:
+    """The fields that all routes share; `defaults` are the model's, for what the request leaves open."""
     given = {name: value for name in _SHARED if (value := getattr(request, name, None)) is not None}
     if 0 <= given.get("temperature", 1.0) < GREEDY_BELOW:
         given["temperature"] = 0.0
+    given = with_defaults(given, defaults)
     if "top_k" in given:
         given["top_k"] = min(given["top_k"], _MAX_TOP_K)
     for name in _LISTS:

@@ -10,6 +10,7 @@ import msgspec
 import orjson
 
 from ..errors import InvalidRequest
+from ..types import SamplingParams
 from .formats import JsonSchema, ResponseFormat
 from .requests import ChatRequest, CommonFields, Int, StreamOptions, decode
 from .response_input import InputItem
@@ -290,15 +291,15 @@ def _effort(reasoning: Reasoning) -> str | None:
     return reasoning.effort
 
 
-def echo(request: ResponseRequest) -> dict[str, Any]:
-    """What a response repeats of its request."""
+def echo(request: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
+    """What a response repeats of its request, and how it is sampled."""
     said = msgspec.to_builtins(request)
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
-        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
         "top_logprobs": request.top_logprobs or 0,
         "previous_response_id": request.previous_response_id,
         "store": request.store is not False,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", "float32", seed=3)
 
 
-@pytest.fixture
-async def routes(checkpoint: Path) -> AsyncIterator[Routes]:
+@asynccontextmanager
+async def routes_to(checkpoint: Path) -> AsyncIterator[Routes]:
     config = configs.make(model=str(checkpoint), device="cpu", threads=1, max_model_len=256, served_model_name="tiny")
     async with (
         build.serving(config) as llm,
@@ -92,6 +93,24 @@ async def routes(checkpoint: Path) -> AsyncIterator[Routes]:
         aiohttp.ClientSession() as session,
     ):
         yield Routes(url, session)
+
+
+@pytest.fixture
+async def routes(checkpoint: Path) -> AsyncIterator[Routes]:
+    async with routes_to(checkpoint) as routes:
+        yield routes
+
+
+async def test_the_models_defaults_hold_on_every_route(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "tiny", "qwen3", "float32", seed=3)
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 1.9, "top_p": 0.01}')
+    async with routes_to(checkpoint) as routes:
+        likeliest = await routes.chat()
+        for ask in (routes.chat, routes.responses, routes.messages, routes.socket):
+            assert await ask(temperature=None, seed=1) == likeliest, ask
+            assert await ask(temperature=None, seed=1, top_p=1) != likeliest, ask
+        response = await routes.post(RESPONSES, {"input": "hi", "max_output_tokens": 1, "temperature": None})
+        assert (response["temperature"], response["top_p"]) == (1.9, 0.01)
 
 
 def test_no_extra_is_forgotten() -> None:

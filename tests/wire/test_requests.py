@@ -215,6 +215,19 @@ def test_a_prompt_of_a_wrong_type_is_named(prompt: Any, param: str) -> None:
     assert refusal(completion, prompt=prompt)[0] == param
 
 
+def test_the_models_defaults_fill_what_is_left_open() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.1}
+    for make, decoded in ((requests.chat_params, chat), (requests.completion_params, completion)):
+        params = make(decoded(), defaults)
+        assert {name: getattr(params, name) for name in defaults} == defaults
+        params = make(decoded(temperature=1, top_k=0, top_p=None), defaults)
+        assert (params.temperature, params.top_k, params.top_p) == (1, 0, 0.95)
+        greedy = make(decoded(temperature=0, top_p=0.5), defaults)  # no cut but the one it asks for
+        assert (greedy.temperature, greedy.top_k, greedy.top_p, greedy.min_p) == (0, 0, 0.5, 0)
+        assert greedy.repetition_penalty == 1.1
+        assert make(decoded()) == make(decoded(), {})
+
+
 def test_a_missing_field_is_named() -> None:
     assert refusal(requests.decode_chat, b"{}")[0] == "messages"
     assert refusal(requests.decode_completion, b"{}") == ("prompt", "'prompt' is missing")

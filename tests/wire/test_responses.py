@@ -15,6 +15,7 @@ from openai.types.shared_params import reasoning
 from pydantic import TypeAdapter
 
 from asyncllm.errors import InvalidRequest
+from asyncllm.types import SamplingParams
 from asyncllm.wire import responses
 from asyncllm.wire.frames import text_frame
 from asyncllm.wire.items import Piece
@@ -52,7 +53,7 @@ CALLS = [
 
 def head() -> Head:
     request = responses.decode_response(b'{"input": "hi", "metadata": {"a": "b"}}')
-    return Head(id="resp_1", created_at=5, model="m", echo=responses.echo(request))
+    return Head(id="resp_1", created_at=5, model="m", echo=responses.echo(request, SamplingParams()))
 
 
 def script(framing: Any, pieces: list[tuple[str, str]], outcome: Outcome) -> list[bytes]:
