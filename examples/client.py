@@ -16,10 +16,11 @@ async def main(url: str = "http://127.0.0.1:8000") -> None:
     async with AsyncClient(url, timeout=60) as client:
         model = (await client.models.list()).data[0].id
 
-        reply = await client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=32)
+        reply = await client.chat.completions.create(model=model, messages=MESSAGES, temperature=0, max_tokens=32)
         print(reply.choices[0].message.content)
 
-        async with client.chat.completions.stream(model=model, messages=MESSAGES, max_tokens=32) as stream:
+        fields = {"messages": MESSAGES, "temperature": 0.2, "max_tokens": 32}
+        async with client.chat.completions.stream(model=model, **fields) as stream:
             async for text in stream.text_stream:  # leaving the block early stops the server
                 print(text, end="", flush=True)
             print(f"\n{(await stream.get_final_completion()).choices[0].finish_reason}")
