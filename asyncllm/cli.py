@@ -254,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"asyncllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, help_text, *groups in (
-        ("serve", _serve, "serve a model over HTTP", add_server_flags, add_engine_flags),
+        ("serve", _serve, "serve a model over HTTP", add_engine_flags, add_server_flags),
         ("chat", _chat, "talk to a server, or to a model in this process", add_chat_flags, add_engine_flags),
         ("bench", _bench, "measure a server under load, one JSON line a run", add_bench_flags),
     ):

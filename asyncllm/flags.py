@@ -149,7 +149,7 @@ def _add_access_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Every field of Config but the model's; None leaves the choice to resolve()."""
-    add = parser.add_argument
+    add = parser.add_argument_group("the engine, where the model runs in this process").add_argument
     add("--device", default="auto", choices=DEVICES, help="where to compute; default: auto")
     add("--dtype", default="auto", choices=DTYPES, help="of weights and KV cache; default: the checkpoint's")
     add("--threads", type=int, help="torch threads; by default one core is left to the event loop")
