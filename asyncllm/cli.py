@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -181,6 +182,8 @@ def _chat(args: argparse.Namespace) -> int:
     fields = {name: value for name in ("temperature", "max_tokens") if (value := getattr(args, name)) is not None}
     if _is_url(args.model):
         opening = partial(chat.over_http, args.model, os.environ.get("OPENAI_API_KEY"), args.served_model_name, fields)
+    elif _is_bare_address(args.model):
+        raise ValueError(f"a server's address begins with http:// or https://: http://{args.model}")
     else:
         opening = partial(_engine_answers, _config(args), fields)
     return chat.talk(opening, args.system)
@@ -188,6 +191,11 @@ def _chat(args: argparse.Namespace) -> int:
 
 def _is_url(target: str | None) -> bool:
     return target is not None and target.startswith(("http://", "https://"))
+
+
+def _is_bare_address(target: str | None) -> bool:
+    """host:port, and no folder of that name."""
+    return target is not None and re.match(r"[\w.-]+:\d+(/|$)", target) is not None and not Path(target).exists()
 
 
 @asynccontextmanager

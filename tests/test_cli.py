@@ -86,6 +86,7 @@ def test_the_pace_is_the_engines(served: Served) -> None:
         (["serve", "--prot", "9000"], "asyncllm serve: error: unrecognized arguments: --prot; `asyncllm serve --help`"),
         (["serve", "--port", "x"], "asyncllm serve: error: argument --port: 'x' is not a port from 0 to 65535; `asy"),
         (["chat", "one", "two"], "asyncllm chat: error: unrecognized arguments: two; `asyncllm chat --help`"),
+        (["chat", "localhost:8000"], "asyncllm: a server's address begins with http:// or https://: http://localhost:8"),
         (["srve"], "asyncllm: error: argument command: invalid choice: 'srve'"),
         ([], "asyncllm: error: the following arguments are required: command; `asyncllm --help`"),
     ],
