@@ -97,7 +97,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ModelError(f"{path.parent} is not a model folder: it has no {path.name}") from None
+        raise ModelError(
+            f"{path.parent} is not a model folder: it has no {path.name}; name the one that holds config.json, "
+            "tokenizer.json and *.safetensors"
+        ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):

@@ -237,7 +237,7 @@ async def serve(
         on_ready(url)
         if not await _first(signals.wait(), llm.wait_died()):
             return _exit_code(llm)
-        log.info("draining for at most %g s", settings.drain_s)
+        log.info("draining for at most %g s; a second signal stops at once", settings.drain_s)
         if await _first(llm.drain(settings.drain_s), signals.wait()):
             return _exit_code(llm)
         await llm.drain(0)

@@ -142,6 +142,7 @@ def test_a_port_in_use_is_told_at_once(checkpoint: Path, server: ServerProcess) 
     ("arguments", "told"),
     [
         (["./no-such-folder"], "no-such-folder"),
+        (["."], "is not a model folder: it has no config.json; name the one that holds"),
         (["{checkpoint}", "--page-size", "3"], "page_size must be a power of two"),
         (["{checkpoint}", "--max-model-len", "99999"], "max_model_len 99999 is above"),
         (["{checkpoint}", "--kv-cache-bytes", "10"], "raise kv_cache_bytes"),
