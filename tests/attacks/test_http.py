@@ -51,7 +51,7 @@ BROKEN_CHUNKS = {
     "size of 20 digits": "f" * 20 + "\r\nab\r\n0\r\n\r\n",
     "end": "2\r\nabXX0\r\n\r\n",
     "bare line feed": "2\nab\n0\n\n",
-    "trailers": "0\r\n" + "".join(f"X-{i}: {'a' * 1000}\r\n" for i in range(300)) + "\r\n",
+    "trailers": "0\r\n" + "X: a\r\n" * 300 + "\r\n",
 }
 
 
@@ -79,7 +79,7 @@ def test_broken_chunks_are_refused(server: ServerProcess, chunks: str) -> None:
     with Raw(server) as raw:
         raw.send(f"{POST}Transfer-Encoding: chunked\r\n\r\n{chunks}{HIDDEN}")
         answers = replies(raw.rest())
-    status = 431 if chunks == BROKEN_CHUNKS["trailers"] else 400  # these are fields like others
+    status = 431 if chunks == BROKEN_CHUNKS["trailers"] else 400  # fields like others, where they come with the head
     assert [reply.status for reply in answers] == [status] and answers[0].error
 
 
