@@ -157,7 +157,7 @@ def report(
         "num_other": len(everybody) - len(refused) - len(admitted),
         "refusal_ms": {
             name: round(1000 * quantile([one.took_s for one in refused], share), 1)
-            for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
+            for name, share in (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999), ("max", 1.0))
         },
         "with_retry_after": all(one.retry_after for one in refused),
         "retry_after_s": statistics.median([int(one.retry_after or 0) for one in refused] or [0]),
