@@ -8,7 +8,7 @@
     ├── QueueFull             503: try again later
     ├── Draining              503: the server is stopping
     ├── GrammarUnchecked      503: whoever tries grammars out did not get to it
-    ├── TimedOut              504: its own deadline came before its first token
+    ├── TimedOut              408: its own deadline came before its first token
     ├── Aborted               499: somebody ended the request before it was done
     ├── StepFailed            500: the step that computed this request failed
     ├── OutOfMemory           503: the step found no memory for this request
@@ -102,7 +102,8 @@ class GrammarUnchecked(AsyncLLMError):
 
 
 class TimedOut(AsyncLLMError):
-    status = 504
+    status = 408  # the client set it: no fault of the server's, which a 5xx would say
+    type = "invalid_request_error"
     code = "timeout"
 
 

@@ -74,7 +74,7 @@ def test_a_deadline_ends_what_has_begun_by_length_and_what_has_not_by_an_error(c
     clock.now_s = 109.0
     house.turn()
     late: Any = house.out.terminal("waiting")
-    assert isinstance(late.error, TimedOut) and late.error.status == 504
+    assert isinstance(late.error, TimedOut) and late.error.status == 408
     clock.now_s = 110.0
     house.run()
     ended: Any = house.out.terminal("running")

@@ -481,7 +481,7 @@ async def test_ids_priorities_salts_and_timeouts(served: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_timeout_before_the_first_token_is_a_plain_504(serve: Serve, stream: bool) -> None:
+async def test_a_timeout_before_the_first_token_is_a_plain_408(serve: Serve, stream: bool) -> None:
     async with serve(endless, max_running=1) as served:
         served.runner.hold()
         first = asyncio.create_task(served.complete(max_tokens=5))
@@ -492,7 +492,7 @@ async def test_a_timeout_before_the_first_token_is_a_plain_504(serve: Serve, str
         await until(lambda: time.monotonic() > passed_s)
         served.runner.let_go()
         told = await late
-        assert (told.status, told.error["code"], told.error["type"]) == (504, "timeout", "server_error")
+        assert (told.status, told.error["code"], told.error["type"]) == (408, "timeout", "invalid_request_error")
         assert (await first).status == 200
 
 
