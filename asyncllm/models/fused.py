@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import add_norm, add_norm_rows, silu_mul
-from .layers import Decoder, PlainLinear, RMSNorm
+from .kernels import add_norm, add_norm_rows, put_rows, silu_mul, take_rows
+from .layers import Block, Decoder, PlainLinear, RMSNorm
 from .matvec import Norm, matvec
 
 # (layer, qkv [num_tokens, (heads + 2 kv_heads) * head_dim], norm of q and k) -> [num_tokens, heads * head_dim]
@@ -31,6 +31,15 @@ class Buffers(NamedTuple):
     qkv: Tensor  # [max_tokens, (num_heads + 2 num_kv_heads) * head_dim]
     gate_up: Tensor  # [max_tokens, 2 * intermediate_size]
     activated: Tensor  # [max_tokens, intermediate_size]
+
+
+class Drawing(NamedTuple):
+    """The tokens of a step whose logits are wanted: of the rest, the last block need only store keys and values."""
+
+    at: Tensor  # [max_rows] int32, device
+    number: Tensor  # [1] int32, device: how many of them
+    attended: Tensor  # [max_rows, num_heads * head_dim]
+    buffers: Buffers  # of max_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +69,43 @@ class FusedDecoder:
         hidden = self.hidden_size
         return Buffers(zeros(hidden), zeros(hidden), zeros(hidden), zeros(qkv), zeros(wide), zeros(wide // 2))
 
-    def forward(self, buffers: Buffers, attend: Attend) -> None:
-        """From `normed` and `residual` of the embeddings to `residual` and the `x` still to be added to it."""
+    def forward(self, buffers: Buffers, attend: Attend, drawing: Drawing | None = None) -> None:
+        """From `normed` and `residual` of the embeddings to `residual` and the `x` still to be added to it; with
+        `drawing` those of its tokens alone."""
         if len(buffers.x) == 1:
             self._forward_one(buffers, attend)
         else:
-            self._forward_many(buffers, attend)
+            self._forward_many(buffers, attend, drawing)
 
-    def _forward_many(self, buffers: Buffers, attend: Attend) -> None:
-        blocks = self.decoder.blocks
-        residual, normed, x, qkv, gate_up, activated = buffers
+    def _forward_many(self, buffers: Buffers, attend: Attend, drawing: Drawing | None) -> None:
+        blocks, last = self.decoder.blocks, len(self.decoder.blocks) - 1
         for layer, block in enumerate(blocks):
-            linear(block.attention.qkv, normed, qkv)
-            linear(block.attention.output, attend(layer, qkv, block.attention.qk_norm), x)
-            norm = block.feed_forward_norm
-            add_norm(x, residual, norm.weight, normed, norm.eps)
-            linear(block.feed_forward.gate_up, normed, gate_up)
-            silu_mul(gate_up, activated)
-            linear(block.feed_forward.down, activated, x)
-            if layer + 1 < len(blocks):
+            linear(block.attention.qkv, buffers.normed, buffers.qkv)
+            attended = attend(layer, buffers.qkv, block.attention.qk_norm)
+            if layer == last and drawing is not None:
+                self._feed_forward_some(block, attended, buffers, drawing)
+            else:
+                self._feed_forward(block, attended, buffers)
+            if layer < last:
                 norm = blocks[layer + 1].attention_norm
-                add_norm(x, residual, norm.weight, normed, norm.eps)
+                add_norm(buffers.x, buffers.residual, norm.weight, buffers.normed, norm.eps)
+
+    def _feed_forward(self, block: Block, attended: Tensor, buffers: Buffers) -> None:
+        residual, normed, x, _, gate_up, activated = buffers
+        norm = block.feed_forward_norm
+        linear(block.attention.output, attended, x)
+        add_norm(x, residual, norm.weight, normed, norm.eps)
+        linear(block.feed_forward.gate_up, normed, gate_up)
+        silu_mul(gate_up, activated)
+        linear(block.feed_forward.down, activated, x)
+
+    def _feed_forward_some(self, block: Block, attended: Tensor, buffers: Buffers, drawing: Drawing) -> None:
+        at, number, some_attended, some = drawing
+        take_rows(attended, at, number, some_attended)
+        take_rows(buffers.residual, at, number, some.residual)
+        self._feed_forward(block, some_attended, some)
+        put_rows(some.residual, at, number, buffers.residual)
+        put_rows(some.x, at, number, buffers.x)
 
     def _forward_one(self, buffers: Buffers, attend: Attend) -> None:
         """One token, in 4 kernels a layer besides attention's: norms and activation are part of the products.
