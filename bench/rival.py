@@ -8,6 +8,7 @@ One JSON line a workload, as bench/burst.py prints them; the first run warms up.
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,11 @@ def generate(manager: Any, requests: list[Request]) -> tuple[float, int]:
 def measure(model: Any, work: str, runs: int) -> dict[str, Any]:
     temperature = WORKS[work](0)[0].params.temperature
     with model.continuous_batching_context_manager(generation_config=settings(temperature)) as manager:
-        figures = [generate(manager, WORKS[work](next(_FRESH))) for _ in range(runs + 1)]
+        figures = []
+        for number in range(runs + 1):
+            figures.append(generate(manager, WORKS[work](next(_FRESH))))
+            seconds, tokens = figures[-1]
+            print(f"{work}, run {number} of {runs}: {tokens / seconds:.0f} tok/s in {seconds:.0f} s", file=sys.stderr)
     rates = [tokens / seconds for seconds, tokens in figures]
     return {
         "tok_s": round(statistics.median(rates[1:]), 1),
