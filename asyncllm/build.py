@@ -4,11 +4,8 @@ Loop thread, except for GpuThread's target. torch is imported on the GPU thread,
 """
 
 import asyncio
-import ctypes
 import gc
-import importlib.util
 import logging
-import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -21,9 +18,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from . import config as configs
-from . import hub
+from . import hub, machine
 from .bridge import Inbox, Outbox
-from .config import Config, EngineConfig, MachineFacts
+from .config import Config, EngineConfig
 from .engine.batch import Runner
 from .engine.loop import Engine
 from .engine.scheduler import Scheduler
@@ -228,7 +225,7 @@ def _load_grammars(tokenizer: Tokenizer, vocab_size: int) -> Any:
 
 def _mask_threads() -> int:
     """Half of the cores, eight at most: 256 masks take one core 1.4 ms."""
-    return max(1, min(8, _num_cores() // 2))
+    return max(1, min(8, machine.num_cores() // 2))
 
 
 def _load_words(folder: Path, config: Config) -> tuple[Tokenizer, ChatTemplate | None]:
@@ -270,7 +267,7 @@ def _decide(config: Config, folder: Path, tokenizer: Tokenizer) -> tuple[EngineC
         del numbers["dtype"]
         if wrong := [name for name, number in numbers.items() if not _is_count(number)]:
             raise ValueError(f"{wrong[0]} must be a number above 0, not {numbers[wrong[0]]!r}")
-    engine_config = configs.resolve(config, facts, _machine(config.device))
+    engine_config = configs.resolve(config, facts, machine.facts(config.device))
     limits = EngineLimits(
         # A padded head has logits without a token, a cut one tokens without a logit; neither may be drawn.
         vocab_size=min(tokenizer.vocab_size, model.vocab_size),
@@ -282,56 +279,6 @@ def _decide(config: Config, folder: Path, tokenizer: Tokenizer) -> tuple[EngineC
         queue_timeout_s=config.queue_timeout_s,
     )
     return engine_config, limits
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _machine(device: str) -> MachineFacts:
-    cores = _num_cores()
-    gpu = _find_gpu() if device != "cpu" else "not asked for"
-    if isinstance(gpu, str):
-        if device == "cuda":
-            raise ModelError(f"no GPU can be used: {gpu}; use --device cpu")
-        return MachineFacts(device="cpu", num_cores=cores, free_bytes=_free_memory_bytes())
-    missing = [name for name in ("flashinfer", "triton") if importlib.util.find_spec(name) is None]
-    return MachineFacts(
-        device="cuda",
-        num_cores=cores,
-        free_bytes=0,  # known once the model is there
-        compute_capability=gpu,
-        no_flashinfer=f"{', '.join(missing)} is not installed: pip install 'asyncllm[cuda]'" if missing else None,
-    )
-
-
-def _find_gpu() -> tuple[int, int] | str:
-    """The first GPU's compute capability, or why there is none. Asks the driver: torch is imported on its thread."""
-    torch_spec = importlib.util.find_spec("torch")
-    if torch_spec is None or torch_spec.origin is None:
-        return "torch is not installed"
-    if not (Path(torch_spec.origin).parent / "lib" / "libtorch_cuda.so").exists():
-        return "this torch is built without CUDA"
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "there is no NVIDIA driver (libcuda.so.1)"
-    count, device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        return "the NVIDIA driver finds no GPU"
-    driver.cuDeviceGet(ctypes.byref(device), 0)
-    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
-    return major.value, minor.value
-
-
-def _free_memory_bytes() -> int:
-    """What new processes could have, swap aside; 4 GiB where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return 4 << 30
 
 
 def _make_runner(

@@ -14,7 +14,7 @@ ROOT = Path(asyncllm.__file__).parent
 # What each floor may import of ours. Everyone may import types, errors and config, which import next to nothing.
 EVERYONE = {"types", "errors", "config"}
 LAW = {
-    "types": {"errors"}, "errors": set(), "config": set(), "clock": set(),
+    "types": {"errors"}, "errors": set(), "config": set(), "clock": set(), "machine": set(),
     "logs": set(), "supervise": set(), "flags": {"server.settings"}, "hub": {"smollm2"}, "smollm2": set(),
     "wire": set(), "client": {"wire"}, "text": set(),
     "server": {"clock", "llm", "pace", "stream", "text", "wire"}, "offline": {"llm", "stream", "submission", "text"},
