@@ -20,6 +20,7 @@ from ..errors import EngineDead
 from ..llm import AsyncLLM
 from . import access, admin, anthropic, completions, events, gate, kept, responses, tokens, websocket
 from .door import Door, Doors, check_parser
+from .garbage import collected_when_idle
 from .metrics import Metrics
 from .rates import RATES, Rates
 from .settings import Access, Settings
@@ -233,7 +234,8 @@ async def serve(
     settings = settings or Settings()
     signals = Signals()
     # Signals last out: a second SIGTERM while sockets are being closed is none that kills.
-    async with signals, listening(llm, host, port, settings) as url, _watched(llm, settings.watchdog_s):
+    watched, collected = _watched(llm, settings.watchdog_s), collected_when_idle(llm)
+    async with signals, listening(llm, host, port, settings) as url, watched, collected:
         on_ready(url)
         if not await _first(signals.wait(), llm.wait_died()):
             return _exit_code(llm)

@@ -1,6 +1,7 @@
 """Health, readiness, metrics, and the ways a server ends: SIGTERM, a second one, the engine's death, a taken port."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 from asyncllm import __version__
 from asyncllm.errors import EngineDead, EngineStuck
-from asyncllm.server import app
+from asyncllm.server import app, garbage
 from asyncllm.server.settings import Settings
 from asyncllm.text.chat import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
@@ -58,6 +59,27 @@ async def running_stream(served: Served) -> Any:
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def test_all_that_lives_is_looked_through_only_while_nobody_waits(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(garbage, "LOOK_S", 0.001)
+    before = gc.get_threshold()
+    async with process(tokenizer, QUICK) as (served, serving):
+        raw = await running_stream(served)
+        gc.collect()  # little is unfrozen now: by default some thousands of objects more would start another
+        num = gc.get_stats()[2]["collections"]
+        kept: list[list[int]] = []
+        for _ in range(50):
+            kept += [[] for _ in range(5_000)]
+            await asyncio.sleep(0)
+        assert gc.get_stats()[2]["collections"] == num
+        served.runner.let_go()
+        await until(lambda: gc.get_stats()[2]["collections"] > num)
+        raw.leave()
+        terminate()
+    assert (serving.result(), gc.get_threshold()) == (app.EXIT_OK, before)
 
 
 async def test_sigterm_drains(tokenizer: Tokenizer) -> None:
