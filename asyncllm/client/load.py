@@ -7,6 +7,7 @@ at a rate are open-loop: a slow server does not slow the next request down.
 """
 
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -120,9 +121,12 @@ class Processes:
 
 
 def _work(pipe: Pipe) -> None:
-    """A process: jobs from the pipe until it is closed."""
+    """A process: jobs from the pipe until it is closed. Garbage is collected between them: a collection beside them
+    would be taken for the server's time."""
+    gc.disable()
     try:
         while True:
+            gc.collect()
             job = msgspec.msgpack.decode(pipe.recv_bytes(), type=Job)
             pipe.send_bytes(b"ready")
             start_s = msgspec.msgpack.decode(pipe.recv_bytes(), type=float)
@@ -163,11 +167,16 @@ async def send(job: Job, start_s: float) -> list[Measured]:
 
 
 async def _open_loop(pool: Pool | SocketPool, waiting: "deque[tuple[float, bytes]]") -> list[Measured]:
-    tasks = []
-    for at_s, request in waiting:
-        await _until(at_s)
-        tasks.append(asyncio.create_task(pool.ask(request, at_s)))
-    return await asyncio.gather(*tasks)
+    measured: list[Measured] = []
+
+    async def one(request: bytes, at_s: float) -> None:
+        measured.append(await pool.ask(request, at_s))
+
+    async with asyncio.TaskGroup() as asking:  # not gather(): for 20,000 that are done it takes 50 ms, beside the last
+        for at_s, request in waiting:
+            await _until(at_s)
+            asking.create_task(one(request, at_s))
+    return measured
 
 
 async def _closed_loop(
