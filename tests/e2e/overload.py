@@ -3,10 +3,15 @@
 Its own process, open-loop, against the real server process. Measures the peak first, then the flood, then how soon
 all is as before; a second key that asks for little shows what is left to it. Prints one line of JSON and fails where
 a promise of docs/reliability.md is broken.
+
+Times count from when a request was due, so that whatever holds up this process is seen rather than left out; and
+what could is kept out: no garbage is collected here, which took 94 ms, nor is a task kept once it is done. Beside it
+another process measures what the machine holds up.
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import random
@@ -19,6 +24,7 @@ from typing import Any
 import aiohttp
 
 from tests.e2e.process import ServerProcess
+from tests.e2e.stalls import Stalls
 
 HEAVY, LIGHT = "heavy-key-000", "light-key-000"
 NUM_RUNNING, NUM_WAITING, OUTPUT_TOKENS = 8, 16, 24
@@ -27,10 +33,11 @@ WORDS = "the of and to in is that it was for on are as with his they at be this 
 
 
 class Outcome:
-    """One request: when it was due, and what became of it."""
+    """One request: when it was due and when it was asked, and what became of it."""
 
-    def __init__(self, due_s: float) -> None:
+    def __init__(self, due_s: float, asked_s: float) -> None:
         self.due_s = due_s
+        self.asked_s = asked_s
         self.status = 0
         self.first_s = self.end_s = 0.0
         self.retry_after: str | None = None
@@ -54,9 +61,10 @@ class Load:
         self._url = f"{url}/v1/completions"
         self._random = random.Random(seed)
 
-    async def ask(self, key: str = HEAVY) -> Outcome:
-        """A streamed request whose prompt nobody has sent before."""
-        outcome = Outcome(time.monotonic())
+    async def ask(self, key: str = HEAVY, due_s: float | None = None) -> Outcome:
+        """A streamed request whose prompt nobody has sent before; due now if not said otherwise."""
+        asked_s = time.monotonic()
+        outcome = Outcome(due_s or asked_s, asked_s)
         prompt = " ".join(self._random.choices(WORDS, k=30))
         body = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "stream": True}
         headers = {"Authorization": f"Bearer {key}"}
@@ -84,12 +92,17 @@ class Load:
 
     async def open(self, rate: float, seconds: float, key: str = HEAVY) -> list[Outcome]:
         """Poisson arrivals, however the server fares."""
-        asked, began_s = [], time.monotonic()
-        due_s = began_s
-        while (due_s := due_s + self._random.expovariate(rate)) < began_s + seconds:
-            await asyncio.sleep(max(0, due_s - time.monotonic()))
-            asked.append(asyncio.create_task(self.ask(key)))
-        return await asyncio.gather(*asked)
+        outcomes: list[Outcome] = []
+
+        async def one(due_s: float) -> None:
+            outcomes.append(await self.ask(key, due_s))
+
+        due_s = began_s = time.monotonic()
+        async with asyncio.TaskGroup() as asking:
+            while (due_s := due_s + self._random.expovariate(rate)) < began_s + seconds:
+                await asyncio.sleep(max(0, due_s - time.monotonic()))
+                asking.create_task(one(due_s))
+        return outcomes
 
 
 def goodput(outcomes: list[Outcome], since_s: float, until_s: float) -> float:
@@ -99,6 +112,11 @@ def goodput(outcomes: list[Outcome], since_s: float, until_s: float) -> float:
 
 def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+
+
+def in_ms(times_s: list[float]) -> dict[str, float]:
+    shares = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+    return {name: round(1000 * quantile(times_s, share), 1) for name, share in shares.items()}
 
 
 def cpu_s(server: ServerProcess) -> float:
@@ -116,10 +134,11 @@ async def run(server: ServerProcess, seconds: float) -> dict[str, Any]:
         began_cpu_s = cpu_s(server)
         peak, before = await peak_of(load, measured_s)
         peak_cpu_s = (cpu_s(server) - began_cpu_s) / len(before)
-        flood_s, flood_cpu_s = time.monotonic(), cpu_s(server)
-        flood, light = await asyncio.gather(
-            load.open(TIMES * peak, seconds), load.open(LIGHT_SHARE * peak, seconds, key=LIGHT)
-        )
+        with Stalls() as stalls:
+            flood_s, flood_cpu_s = time.monotonic(), cpu_s(server)
+            flood, light = await asyncio.gather(
+                load.open(TIMES * peak, seconds), load.open(LIGHT_SHARE * peak, seconds, key=LIGHT)
+            )
         calm_s, flood_cpu_s = time.monotonic(), cpu_s(server) - flood_cpu_s
         recovered = await recovery(load, peak, calm_s)
         # Other work on the machine comes and goes: the peak is the better one of before and after.
@@ -128,6 +147,7 @@ async def run(server: ServerProcess, seconds: float) -> dict[str, Any]:
         num_whole = len([one for one in flood + light if one.is_whole])
         costs = {"peak_cpu_ms": 1000 * peak_cpu_s, "flood_cpu_ms": 1000 * flood_cpu_s / max(1, num_whole)}
         seen = report(peak, at_peak, flood, light, flood_s, flood_s + seconds) | recovered
+        seen["machine_stall_ms"] = round(1000 * stalls.longest_s, 1)
         return seen | {f"{name}_an_answer": round(cost, 1) for name, cost in costs.items()}
 
 
@@ -155,10 +175,8 @@ def report(
         "num_admitted": len(admitted),
         "num_refused": len(refused),
         "num_other": len(everybody) - len(refused) - len(admitted),
-        "refusal_ms": {
-            name: round(1000 * quantile([one.took_s for one in refused], share), 1)
-            for name, share in (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999), ("max", 1.0))
-        },
+        "refusal_ms": in_ms([one.took_s for one in refused]),
+        "asked_late_ms": in_ms([one.asked_s - one.due_s for one in everybody]),
         "with_retry_after": all(one.retry_after for one in refused),
         "retry_after_s": statistics.median([int(one.retry_after or 0) for one in refused] or [0]),
         "admitted_ttft_p99_s": round(quantile([one.ttft_s for one in admitted], 0.99), 2),
@@ -182,6 +200,7 @@ def promises(seen: dict[str, Any]) -> list[str]:
     kept = {
         "goodput is at least 90% of the peak": seen["goodput_share"] >= 0.9,
         "refusals take less than 50 ms (p99)": seen["refusal_ms"]["p99"] < 50,
+        "nor does any, but for the machine's own stalls": seen["refusal_ms"]["max"] < 50 + seen["machine_stall_ms"],
         "every refusal says when to come again": seen["with_retry_after"],
         "nothing else happens": seen["num_other"] == 0,
         "admitted ones wait at most twice as long for their first token": seen["admitted_ttft_p99_s"]
@@ -197,6 +216,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--model", default=None, help="default: the default model")
     args = parser.parse_args()
+    gc.disable()
     model = [] if args.model is None else [args.model]
     limits = ["--max-running", str(NUM_RUNNING), "--max-waiting", str(NUM_WAITING), "--log-level", "warning"]
     with ServerProcess(*model, *limits, "--api-key", f"heavy {HEAVY}", "--api-key", f"light {LIGHT}") as server:
