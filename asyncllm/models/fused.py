@@ -34,12 +34,16 @@ class Buffers(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """The tokens of a step whose logits are wanted: of the rest, the last block need only store keys and values."""
+    """The tokens of a step whose logits are wanted: for them alone does the last block compute more than attention.
 
-    at: Tensor  # [max_rows] int32, device
-    number: Tensor  # [1] int32, device: how many of them
-    attended: Tensor  # [max_rows, num_heads * head_dim]
-    buffers: Buffers  # of max_rows
+    All on the device; num_rows is at least MIN_ROWS.
+    """
+
+    at: Tensor  # [max_rows] int32: where in the step
+    number: Tensor  # [1] int32: how many
+    attended: Tensor  # [num_rows, num_heads * head_dim]
+    residual: Tensor  # [num_rows, hidden_size]
+    x: Tensor  # [num_rows, hidden_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,8 @@ class FusedDecoder:
         return Buffers(zeros(hidden), zeros(hidden), zeros(hidden), zeros(qkv), zeros(wide), zeros(wide // 2))
 
     def forward(self, buffers: Buffers, attend: Attend, drawing: Drawing | None = None) -> None:
-        """From `normed` and `residual` of the embeddings to `residual` and the `x` still to be added to it; with
-        `drawing` those of its tokens alone."""
+        """From `normed` and `residual` of the embeddings to `residual` and the `x` still to be added to it. With
+        `drawing`, which has fewer rows than the step tokens, only its tokens have them."""
         if len(buffers.x) == 1:
             self._forward_one(buffers, attend)
         else:
@@ -100,12 +104,14 @@ class FusedDecoder:
         linear(block.feed_forward.down, activated, x)
 
     def _feed_forward_some(self, block: Block, attended: Tensor, buffers: Buffers, drawing: Drawing) -> None:
-        at, number, some_attended, some = drawing
+        at, number, some_attended, residual, x = drawing
+        num_rows = len(x)
+        some = Buffers(*(buffer[:num_rows] for buffer in buffers))._replace(residual=residual, x=x)
         take_rows(attended, at, number, some_attended)
-        take_rows(buffers.residual, at, number, some.residual)
+        take_rows(buffers.residual, at, number, residual)
         self._feed_forward(block, some_attended, some)
-        put_rows(some.residual, at, number, buffers.residual)
-        put_rows(some.x, at, number, buffers.x)
+        put_rows(residual, at, number, buffers.residual)
+        put_rows(x, at, number, buffers.x)
 
     def _forward_one(self, buffers: Buffers, attend: Attend) -> None:
         """One token, in 4 kernels a layer besides attention's: norms and activation are part of the products.

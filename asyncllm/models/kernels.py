@@ -102,8 +102,8 @@ def _move_rows(
 
 
 def take_rows(source: Tensor, at: Tensor, count: Tensor, target: Tensor) -> None:
-    """target[i] = source[at[i]] for i < count. source, target: [.., size], 16-bit, device; at: [len(target)] int32;
-    count: [1] int32, device, at most as many."""
+    """target[i] = source[at[i]] for i < count. source, target: [.., size], device; at: [max_count] int32, device;
+    count: [1] int32, device."""
     _launch_move_rows(source, target, at, count, gather=True)
 
 

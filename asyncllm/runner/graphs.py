@@ -68,9 +68,11 @@ class GraphRunner:
         self._buffers = model.buffers(frame.max_tokens)
         self._q = device.zeros((frame.max_tokens, num_heads, head_dim), dtype)
         self._attended = device.zeros((frame.max_tokens, num_heads, head_dim), dtype)
+        num_rows = max(MIN_ROWS, frame.max_rows)
+        widths = num_heads * head_dim, model.hidden_size, model.hidden_size
         self._drawing = Drawing(
             frame.rows, frame.meta[k.NUM_ROWS : k.NUM_ROWS + 1],
-            device.zeros((frame.max_rows, num_heads * head_dim), dtype), model.buffers(frame.max_rows),
+            *(device.zeros((num_rows, width), dtype) for width in widths),
         )  # fmt: skip
         self._tail = Tail(device, frame, model, self._buffers, model_config.vocab_size, num_tokens)
         rotary = RotaryTable(model_config, torch.float32, device.torch_device, frame.max_len)
@@ -253,7 +255,7 @@ class GraphRunner:
             self._plan_prefill(batch, num_decodes)
         if self.on_step is not None:
             self.on_step(batch.step, "begin")
-        if batch.scored:  # of any token; rare, so no graphs for it
+        if batch.scored and self._ends_early(shape):  # rare, so no graphs of whole ones
             self._run_eagerly(self._forward, shape, None)
         else:
             self._run_forward(shape)
@@ -427,8 +429,11 @@ class GraphRunner:
                 self._attention.prefill(layer, q, attended)
             return attended.view(num_tokens, -1)
 
-        # Few tokens cost as little as the rows that draw.
-        model.forward(buffers, attend, drawing if num_tokens >= 2 * frame.max_rows else None)
+        model.forward(buffers, attend, drawing if self._ends_early(shape) else None)
+
+    def _ends_early(self, shape: Shape) -> bool:
+        """Whether its last block is computed for the rows that draw alone: few tokens cost as little as those."""
+        return shape.num_tokens >= 2 * len(self._drawing.x)
 
 
 def build_graph_runner(

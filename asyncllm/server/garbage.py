@@ -1,7 +1,6 @@
-"""When the server looks through all that lives for garbage: while nobody waits for anything.
+"""When the server looks through all that lives for garbage: while no request is being answered.
 
-Loop thread, as most of what is found is the loop's, and its finalizers may not run on another. It never knows what
-there is; an engine in somebody else's program leaves that program's collector as it is.
+Loop thread. It never knows what there is. An engine in another program leaves that program's collector as it is.
 
 A full collection holds the GIL for 0.6 us an object: 116 ms beside 2,000 streams, where a refusal takes 1.
 """
@@ -14,8 +13,9 @@ from collections.abc import AsyncIterator
 from ..llm import AsyncLLM
 
 LOOK_S = 1.0
-# A server that is never idle has a full collection after so many younger ones all the same, or garbage would grow
-# without bound. 20,000 refusals make 20 of those.
+DUE_AFTER = 100  # younger collections, as many as come before a full one by default
+# A server that is never idle has a full one after so many of the middle generation all the same, or garbage would grow
+# without bound; 20,000 refusals make 20 of those. Collectors without generations (3.14.0, free threads) ignore it.
 FULL_AFTER = 200
 
 
@@ -34,8 +34,13 @@ async def collected_when_idle(llm: AsyncLLM) -> AsyncIterator[None]:
 
 
 async def _collect_when_idle(llm: AsyncLLM) -> None:
+    seen = _num_younger()
     while True:
         await asyncio.sleep(LOOK_S)
-        num_younger = gc.get_count()[2]  # collections since the last full one
-        if num_younger and not llm.num_live:
+        if _num_younger() - seen >= DUE_AFTER and not llm.num_live:
             gc.collect()
+            seen = _num_younger()
+
+
+def _num_younger() -> int:
+    return sum([generation["collections"] for generation in gc.get_stats()[:2]])

@@ -24,7 +24,9 @@ class Stalls:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.longest_s: float = float(self._process.communicate()[0])
+        told, _ = self._process.communicate()
+        assert self._process.returncode == 0, "the process that measures stalls has failed"
+        self.longest_s = float(told)
 
 
 def main() -> None:

@@ -536,7 +536,8 @@ def test_the_blocking_face_makes_choices_too(folder: Path) -> None:
     for i, told in enumerate(best):
         assert told.text in [answer.text for answer in drawn[4 * i : 4 * i + 4]]
         means = [sum(entry.logprob for entry in answer.logprobs) / 5 for answer in (told, *drawn[4 * i : 4 * i + 4])]
-        assert means[0] == max(means) or len(told.token_ids) < 5
+        # Another batch rounds otherwise.
+        assert means[0] == pytest.approx(max(means), abs=1e-4) or len(told.token_ids) < 5
 
 
 # -- every field that openai's package types --
