@@ -36,7 +36,7 @@ class Order:
         self.kind = kind
         self.message = message
         self.cancelled = False
-        self.updates: list[Update] = []  # that came before it ran
+        self.update: Update | None = None  # what those say together that came before it ran
 
 
 class Lane:
@@ -135,9 +135,9 @@ class Lane:
         await self._follow(live, -1, order, body.stream_options)
 
     def _settle(self, order: Order, apply: Callable[[Update], None]) -> None:
-        """Whatever updates came before it ran; an error is of its update alone."""
-        updates, order.updates = order.updates, []
-        for update in updates:
+        """What updates before it ran have said; an error is of theirs alone."""
+        update, order.update = order.update, None
+        if update is not None:
             try:
                 apply(update)
             except AsyncLLMError as error:
@@ -156,6 +156,7 @@ class Lane:
     async def _follow(self, live: LiveResponse, after: int, order: Order, options: StreamOptions | None) -> None:
         frames = SocketFrames(self.stream_id)
         self.framing = Obfuscated(frames) if wants_obfuscation(options) else frames
+        live.check_after(after, "starting_after")
         self._over = asyncio.get_running_loop().create_future()
         self.running = live
         self._settle(order, partial(self._connection.apply, live))

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..errors import Aborted, AsyncLLMError, as_ours
+from ..errors import Aborted, AsyncLLMError, InvalidRequest, as_ours
 from ..stream import Stream
 from ..types import CALLER, FinishReason, Progress
 from ..wire import items
 from ..wire.items import CONTENT, Piece
 from ..wire.names import Names
-from ..wire.response_events import Events, Framing, Outcome, Script, all_events
+from ..wire.response_events import Events, EventStream, Framing, Outcome, Script, all_events
 from .parting import Parting
 from .saying import PieceReader, TellLogprobs
 from .settings import Settings
@@ -150,6 +150,20 @@ class LiveResponse:
         return [*self._messages, items.said(self._pieces, self.id, self._telling.call_id_chars)]
 
     # -- the client --
+
+    def check_after(self, after: int, name: str) -> None:
+        """Whether anything comes behind event number `after`, which the request calls `name`.
+
+        Raises:
+            InvalidRequest: there is no such event yet, or it was the last.
+        """
+        if after < 0:
+            return
+        last = len(all_events(self._telling.script(EventStream()), self._pieces, self.outcome)) - 1
+        if after > last:
+            raise InvalidRequest(f"there is no event {after}; the last so far is {last}", name)
+        if after == last and self.outcome is not None:
+            raise InvalidRequest(f"the response has ended, and event {after} is its last", name)
 
     def attach(self, sink: Sink, after: int = -1) -> None:
         """Send this client every event behind number `after`, those to come too. A client before it is let go."""

@@ -62,6 +62,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     live = _live(request)
     if _flag(request, "stream"):
         after = _number(request.query.get("starting_after"), "starting_after")
+        live.check_after(after, "starting_after")
         return await _stream(request, live, after=after, pads=_flag(request, "include_obfuscation"))
     return json_response(live.whole())
 
@@ -89,8 +90,9 @@ async def input_items(request: web.Request) -> web.StreamResponse:
 async def events(request: web.Request) -> web.StreamResponse:
     """GET /v1/responses/{id}/events: as an EventSource wants it, with ids, and resumed behind Last-Event-ID."""
     after = _number(request.headers.get("Last-Event-ID"), "Last-Event-ID")
-    pads = _flag(request, "include_obfuscation")
-    return await _stream(request, _live(request), after=after, with_ids=True, pads=pads)
+    live, pads = _live(request), _flag(request, "include_obfuscation")
+    live.check_after(after, "Last-Event-ID")
+    return await _stream(request, live, after=after, with_ids=True, pads=pads)
 
 
 async def cancel(request: web.Request) -> web.StreamResponse:

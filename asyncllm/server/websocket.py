@@ -215,7 +215,7 @@ class Connection:
     def _dispatch(self, kind: str, stream_id: str | None, message: bytes) -> None:
         match kind:
             case "response.create" | "response.attach":
-                self._check_room()
+                self._check_room(len(message))
                 self._rates.spend()
                 self._lane(stream_id).put(kind, message)
             case "response.cancel":
@@ -225,13 +225,16 @@ class Connection:
             case _:
                 raise SocketLimit("unknown_event_type", f"unknown event type {kind[:80]!r}")
 
-    def _check_room(self) -> None:
+    def _check_room(self, num_bytes: int) -> None:
         if self.llm.draining:
             raise Draining("the server is stopping")
         if time.monotonic() - self._opened_s > self._settings.socket_lifetime_s:
             raise SocketLimit("websocket_connection_limit_reached", "this socket is old; open another one")
-        if sum([len(lane.queue) for lane in self._lanes.values()]) >= self._settings.max_queued_per_socket:
+        waiting = [len(order.message) for lane in self._lanes.values() for order in lane.queue]
+        if len(waiting) >= self._settings.max_queued_per_socket:
             raise SocketLimit("websocket_queue_full", "too many requests are waiting on this socket")
+        if waiting and sum(waiting) + num_bytes > self._settings.max_body_bytes:
+            raise SocketLimit("websocket_queue_full", "the requests that wait on this socket are too large together")
 
     def _lane(self, stream_id: str | None) -> Lane:
         lane = self._lanes.get(stream_id)
@@ -256,7 +259,11 @@ class Connection:
         if update.response_id is not None:
             self.apply(self.responses.get(update.response_id), update)
         elif lane is not None and (order := lane.coming) is not None:
-            order.updates.append(update)
+            self.llm.check_update(**update.changes())  # now, and kept as one: they may come without end
+            if order.update is None:
+                order.update = update
+            else:
+                update.change(order.update)
         else:
             self.apply(None if lane is None else lane.running, update)
 

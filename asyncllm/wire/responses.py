@@ -114,11 +114,11 @@ class Update(msgspec.Struct, kw_only=True):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         return {"max_tokens": self.max_output_tokens, "stop": stop, "temperature": self.temperature}
 
-    def change(self, request: ResponseRequest) -> None:
-        """The same of a request that has not begun."""
+    def change(self, other: "ResponseRequest | Update") -> None:
+        """The same of a request that has not begun, or of what an update before this one said."""
         for name in ("max_output_tokens", "stop", "temperature"):
             if (value := getattr(self, name)) is not None:
-                setattr(request, name, value)
+                setattr(other, name, value)
 
 
 class Attach(msgspec.Struct, kw_only=True):
@@ -211,7 +211,10 @@ def decode_update(body: bytes) -> Update:
 
 def decode_attach(body: bytes) -> Attach:
     """Raises: InvalidRequest, naming the field."""
-    return decode(_attach, body, None)
+    attach = decode(_attach, body, None)
+    if attach.starting_after is not None and attach.starting_after < 0:
+        raise InvalidRequest("'starting_after' is the number of an event, from 0 on", "starting_after")
+    return attach
 
 
 def decode_cancel(body: bytes) -> Cancel:

@@ -545,3 +545,39 @@ async def test_ws_2_a_request_while_one_runs_with_the_same_lane_and_another(serv
         while sum(event["type"] == "response.incomplete" for event in client.seen) < 3:
             await client.hear()
         assert (len(client.text("same")), len(client.text("other"))) == (40, 20)
+
+
+async def test_what_waits_on_a_socket_is_bounded(serve: Serve) -> None:
+    settings = Settings(max_active_per_socket=1, max_body_bytes=500)
+    async with serve(endless, settings=settings, **ROOMY) as served, opened(served) as client:
+        served.runner.hold()
+        await client.create("a", max_output_tokens=3)
+        await until(lambda: served.llm.num_live == 1)
+        await client.create("b", input="x" * 200, max_output_tokens=3)
+        await client.create("c", input="x" * 200, max_output_tokens=3)  # small enough alone
+        assert (await client.until("error", "c"))["error"]["code"] == "websocket_queue_full"
+        for _ in range(100):  # no more is kept of them than of one
+            await client.say("response.update", stream_id="b", stop=[""])
+        told = [await client.until("error", "b") for _ in range(100)]
+        assert {event["error"]["param"] for event in told} == {"stop[0]"}
+        await client.say("response.update", stream_id="b", max_output_tokens=9)
+        await client.say("response.update", stream_id="b", stop=["never"])
+        served.runner.let_go()
+        last = await client.until("response.incomplete", "b")
+        assert last["response"]["usage"]["output_tokens"] == 9
+        await served.idle()
+
+
+async def test_nothing_is_behind_an_event_that_has_not_come(serve: Serve) -> None:
+    async with serve("Hello.", **ROOMY) as served, opened(served) as client:
+        response = await answer(client)
+        last = client.seen[-1]["sequence_number"]
+        for after in (last, last + 1, 10**9):
+            await client.say("response.attach", response_id=response["id"], starting_after=after)
+            assert (await client.error())["error"]["param"] == "starting_after"
+            status, body = await served.get(f"{PATH}/{response['id']}?stream=true&starting_after={after}")
+            assert (status, body["error"]["param"]) == (400, "starting_after")
+        await client.say("response.attach", response_id=response["id"], starting_after=-1)
+        assert (await client.error())["error"]["param"] == "starting_after"
+        await client.say("response.attach", response_id=response["id"], starting_after=last - 1)
+        assert (await client.hear())["type"] == "response.completed"
