@@ -5,15 +5,13 @@ Loop thread. It never knows frames that come in, nor the other lanes.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import AsyncLLMError, InvalidRequest
 from ..wire.obfuscation import Obfuscated
 from ..wire.requests import StreamOptions, wants_obfuscation
 from ..wire.response_events import Framing, SocketFrames
-from ..wire.responses import ResponseRequest, Update, decode_attach, decode_response
+from ..wire.responses import Update, decode_attach, decode_response
 from .completions import check_model
 from .live import LiveResponse
 
@@ -36,7 +34,11 @@ class Order:
         self.kind = kind
         self.message = message
         self.cancelled = False
-        self.update: Update | None = None  # what those say together that came before it ran
+        self.update: Update | None = None  # what those say together that came before it ran, checked as they came
+
+    def take_update(self) -> Update | None:
+        update, self.update = self.update, None
+        return update
 
 
 class Lane:
@@ -130,22 +132,10 @@ class Lane:
         connection = self._connection
         body = decode_response(order.message)
         check_model(connection.llm, body.model)
-        self._settle(order, partial(self._change, body))  # a moment later it could be some tokens ahead
+        if (update := order.take_update()) is not None:  # a moment later it could be some tokens ahead
+            update.change(body)
         live = await connection.responses.start(body, connection)
         await self._follow(live, -1, order, body.stream_options)
-
-    def _settle(self, order: Order, apply: Callable[[Update], None]) -> None:
-        """What updates before it ran have said; an error is of theirs alone."""
-        update, order.update = order.update, None
-        if update is not None:
-            try:
-                apply(update)
-            except AsyncLLMError as error:
-                self._connection.refuse(error, self.stream_id)
-
-    def _change(self, body: ResponseRequest, update: Update) -> None:
-        self._connection.llm.check_update(**update.changes())
-        update.change(body)
 
     async def _attach(self, order: Order) -> None:
         attach = decode_attach(order.message)
@@ -159,7 +149,11 @@ class Lane:
         live.check_after(after, "starting_after")
         self._over = asyncio.get_running_loop().create_future()
         self.running = live
-        self._settle(order, partial(self._connection.apply, live))
+        if (update := order.take_update()) is not None:
+            try:
+                self._connection.apply(live, update)
+            except AsyncLLMError as error:  # of the update alone
+                self._connection.refuse(error, self.stream_id)
         live.attach(self, after)
         if order.cancelled:
             live.cancel()
