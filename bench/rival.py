@@ -2,7 +2,8 @@
 
     python -m bench.rival MODEL [--work burst one] [--runs 3]
 
-One JSON line a workload, as bench/burst.py prints them; the first run warms up.
+One JSON line a workload, as bench/burst.py prints them; the first run warms up, or with --runs 0 is the figure, for on
+a GPU with slow host cores one takes minutes.
 """
 
 import argparse
@@ -61,10 +62,11 @@ def measure(model: Any, work: str, runs: int) -> dict[str, Any]:
             seconds, tokens = figures[-1]
             print(f"{work}, run {number} of {runs}: {tokens / seconds:.0f} tok/s in {seconds:.0f} s", file=sys.stderr)
     rates = [tokens / seconds for seconds, tokens in figures]
+    steady = rates[1:] or rates
     return {
-        "tok_s": round(statistics.median(rates[1:]), 1),
+        "tok_s": round(statistics.median(steady), 1),
         "first_tok_s": round(rates[0], 1),
-        "all_tok_s": [round(rate) for rate in rates[1:]],
+        "all_tok_s": [round(rate) for rate in steady],
         "num_tokens": figures[-1][1],
     }
 
