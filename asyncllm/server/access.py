@@ -23,7 +23,9 @@ _OPEN_PATHS = ("/health", "/ready")  # who watches a server has no key of it
 _CORS_METHODS = "GET, POST, DELETE"
 _CORS_HEADERS = "Authorization, Content-Type, X-Api-Key, X-Request-Id, X-Request-Timeout"
 _HEADER_NAMES = re.compile(r"[a-z0-9-]{1,64}( *, *[a-z0-9-]{1,64}){0,63}", re.IGNORECASE)
+_VERSIONS = (HttpVersion10, HttpVersion11)
 _CORS_MAX_AGE_S = "600"
+_SECONDS = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 AnyHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -55,6 +57,7 @@ def guarded(handler: AnyHandler, settings: Settings) -> AnyHandler:
         try:
             if (preflight := _preflight(request, settings)) is not None:
                 return preflight
+            _check_framing(request)
             check_host(request, settings)
             CALLER.set(Caller(name=_caller(request, settings), timeout_s=_timeout_s(request)))
             _check_expectation(request, settings)
@@ -65,16 +68,32 @@ def guarded(handler: AnyHandler, settings: Settings) -> AnyHandler:
     return guard
 
 
+def _check_framing(request: web.Request) -> None:
+    """What a proxy in front may read as another request than this one is: no guess is made, and the socket is closed.
+
+    Raises:
+        InvalidRequest: the HTTP is none that is spoken here; the body's coding is not; or the target names one host and
+            Host another.
+    """
+    if request.version not in _VERSIONS:
+        raise InvalidRequest("a request is HTTP/1.1")
+    if request.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
+        raise InvalidRequest("Transfer-Encoding may only be chunked")
+    is_absolute = not request.raw_path.startswith(("/", "*"))
+    if is_absolute and request.url.raw_authority.lower() != request.headers.get("Host", "").lower():
+        raise InvalidRequest("the request's target and its Host header name different hosts")
+
+
 def check_host(request: web.Request, settings: Settings) -> None:
     """A page whose name was made to point here (DNS rebinding) sends its own name as Host: an address needs no name.
 
     Raises:
-        InvalidRequest: there is no Host, or there are two; or the HTTP is older than Host is.
+        InvalidRequest: there is no Host, or there are two.
         Forbidden: this name is not among those served.
     """
     hosts = request.headers.getall("Host", [])
-    if len(hosts) > 1 or (not hosts and request.version >= HttpVersion11) or request.version < HttpVersion10:
-        raise InvalidRequest("a request is HTTP/1.1, with one Host header")
+    if len(hosts) > 1 or (not hosts and request.version == HttpVersion11):
+        raise InvalidRequest("a request has one Host header")
     if settings.access.hosts is None or not hosts:
         return
     if (name := _host_name(hosts[0])) not in settings.access.hosts and not _is_address(name):
@@ -130,10 +149,7 @@ def _timeout_s(request: web.Request) -> float | None:
     """
     if (text := request.headers.get("X-Request-Timeout")) is None:
         return None
-    try:
-        timeout_s = float(text)
-    except ValueError:
-        timeout_s = math.nan
+    timeout_s = float(text) if _SECONDS.fullmatch(text) else 0.0
     if not 0 < timeout_s < math.inf:
         raise InvalidRequest("X-Request-Timeout must be a number of seconds above 0", "X-Request-Timeout")
     return timeout_s
@@ -158,7 +174,7 @@ async def _refusal(request: web.Request, error: AsyncLLMError) -> web.StreamResp
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     await add_request_id(request, response)  # no application has it yet
-    if request.body_exists or request.version < HttpVersion10:
+    if request.body_exists or request.version not in _VERSIONS:
         response.force_close()  # what follows is a body nobody reads, and no request
     return in_its_words(request, response)
 

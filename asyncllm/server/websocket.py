@@ -44,6 +44,8 @@ async def upgrade(request: web.Request) -> web.StreamResponse:
         timeout=_CLOSE_S,
     )
     if not socket.can_prepare(request).ok:
+        if request.headers.get("Upgrade", "").lower() == "websocket":
+            raise InvalidRequest("a WebSocket opens with version 13 and a Sec-WebSocket-Key of 16 bytes in base64")
         raise web.HTTPUpgradeRequired(text="GET /v1/responses is a WebSocket; for one response, POST it")
     await socket.prepare(request)
     if (transport := request.transport) is None:

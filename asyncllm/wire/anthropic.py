@@ -154,6 +154,8 @@ def _tool(tool: ToolParam, path: str) -> Tool:
     for name, value in asks.items():
         if value:
             raise InvalidRequest(f"'{name}' is not supported by this server; leave it out", f"{path}.{name}")
+    if tool.input_schema is None:
+        raise InvalidRequest("a tool needs its 'input_schema'", f"{path}.input_schema")
     function = Function(tool.name, tool.description, tool.input_schema, tool.strict)
     return Tool("function", function)
 

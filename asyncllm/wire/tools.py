@@ -98,7 +98,10 @@ def _functions(tools: list[Tool]) -> tuple[Function, ...]:
             )
         if tool.function is None:
             raise InvalidRequest("a function tool needs its 'function'", f"tools[{i}].function")
-        refuse_options(tool.function.parameters or {}, f"tools[{i}].function.parameters")
+        path, parameters = f"tools[{i}].function.parameters", tool.function.parameters or {}
+        refuse_options(parameters, path)
+        if parameters.get("type", "object") != "object":
+            raise InvalidRequest("a function's parameters are a schema of type 'object'", path)
         name = tool.function.name
         if not _NAME.fullmatch(name) or name in seen:
             message = f"a function's name is given once, in 1 to 64 of A-Z a-z 0-9 _ . -, not {name[:80]!r}"

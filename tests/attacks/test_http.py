@@ -18,6 +18,7 @@ MALFORMED = {
     "not http": "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + "\x00" * 40 + "\r\n\r\n",
     "no version": f"GET /v1/models\r\n{HOST}\r\n",
     "version": f"GET /v1/models HTTP/9.9\r\n{HOST}\r\n",
+    "HTTP/2 in words": f"GET /v1/models HTTP/2.0\r\n{HOST}\r\n{HIDDEN}",
     "method": f"G\x07T /v1/models HTTP/1.1\r\n{HOST}\r\n",
     "control in the path": f"GET /v1/\x00models HTTP/1.1\r\n{HOST}\r\n",
     "no colon": f"GET /v1/models HTTP/1.1\r\n{HOST}Nonsense\r\n\r\n",
@@ -34,6 +35,9 @@ MALFORMED = {
     "length of 30 digits": f"{POST}Content-Length: {'9' * 30}\r\n\r\n{HIDDEN}",
     "unknown coding": f"{POST}Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n{HIDDEN}",
     "coding behind chunked": f"{POST}Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n{HIDDEN}",
+    "coding before chunked": f"{POST}Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n{HIDDEN}",
+    "another host in the target": f"POST http://evil.example/v1/completions HTTP/1.1\r\n{HOST}"
+    f"{JSON}Content-Length: {len(BODY)}\r\n\r\n{BODY}",
     "no host": "GET /v1/models HTTP/1.1\r\n\r\n",
     "two hosts": f"GET /v1/models HTTP/1.1\r\n{HOST}Host: evil.example\r\n\r\n",
 }

@@ -189,6 +189,7 @@ async def test_a_control_token_in_a_tool_stays_text(serve: Serve) -> None:
         ({"tools": [function("a b")]}, "tools[0].function.name"),
         ({"tools": [function("f"), function("f")]}, "tools[1].function.name"),
         ({"tools": [function("f", parameters="x")]}, "tools[0].function.parameters"),
+        ({"tools": [function("f", parameters={"type": "array"})]}, "tools[0].function.parameters"),
         ({"tools": [function(f"f{i}") for i in range(129)]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "must"}, "tool_choice"),
