@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import add_norm, add_norm_rows, silu_mul
-from .layers import Decoder, PlainLinear, RMSNorm
+from .kernels import add_norm, add_norm_rows, put_rows, silu_mul, take_rows
+from .layers import Block, Decoder, PlainLinear, RMSNorm
 from .matvec import Norm, matvec
 
 # (layer, qkv [num_tokens, (heads + 2 kv_heads) * head_dim], norm of q and k) -> [num_tokens, heads * head_dim]
@@ -31,6 +31,19 @@ class Buffers(NamedTuple):
     qkv: Tensor  # [max_tokens, (num_heads + 2 num_kv_heads) * head_dim]
     gate_up: Tensor  # [max_tokens, 2 * intermediate_size]
     activated: Tensor  # [max_tokens, intermediate_size]
+
+
+class Drawing(NamedTuple):
+    """The tokens of a step whose logits are wanted: for them alone does the last block compute more than attention.
+
+    All on the device; num_rows is at least MIN_ROWS.
+    """
+
+    at: Tensor  # [max_rows] int32: where in the step
+    number: Tensor  # [1] int32: how many
+    attended: Tensor  # [num_rows, num_heads * head_dim]
+    residual: Tensor  # [num_rows, hidden_size]
+    x: Tensor  # [num_rows, hidden_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +73,45 @@ class FusedDecoder:
         hidden = self.hidden_size
         return Buffers(zeros(hidden), zeros(hidden), zeros(hidden), zeros(qkv), zeros(wide), zeros(wide // 2))
 
-    def forward(self, buffers: Buffers, attend: Attend) -> None:
-        """From `normed` and `residual` of the embeddings to `residual` and the `x` still to be added to it."""
+    def forward(self, buffers: Buffers, attend: Attend, drawing: Drawing | None = None) -> None:
+        """From `normed` and `residual` of the embeddings to `residual` and the `x` still to be added to it. With
+        `drawing`, which has fewer rows than the step tokens, only its tokens have them."""
         if len(buffers.x) == 1:
             self._forward_one(buffers, attend)
         else:
-            self._forward_many(buffers, attend)
+            self._forward_many(buffers, attend, drawing)
 
-    def _forward_many(self, buffers: Buffers, attend: Attend) -> None:
-        blocks = self.decoder.blocks
-        residual, normed, x, qkv, gate_up, activated = buffers
+    def _forward_many(self, buffers: Buffers, attend: Attend, drawing: Drawing | None) -> None:
+        blocks, last = self.decoder.blocks, len(self.decoder.blocks) - 1
         for layer, block in enumerate(blocks):
-            linear(block.attention.qkv, normed, qkv)
-            linear(block.attention.output, attend(layer, qkv, block.attention.qk_norm), x)
-            norm = block.feed_forward_norm
-            add_norm(x, residual, norm.weight, normed, norm.eps)
-            linear(block.feed_forward.gate_up, normed, gate_up)
-            silu_mul(gate_up, activated)
-            linear(block.feed_forward.down, activated, x)
-            if layer + 1 < len(blocks):
+            linear(block.attention.qkv, buffers.normed, buffers.qkv)
+            attended = attend(layer, buffers.qkv, block.attention.qk_norm)
+            if layer == last and drawing is not None:
+                self._feed_forward_some(block, attended, buffers, drawing)
+            else:
+                self._feed_forward(block, attended, buffers)
+            if layer < last:
                 norm = blocks[layer + 1].attention_norm
-                add_norm(x, residual, norm.weight, normed, norm.eps)
+                add_norm(buffers.x, buffers.residual, norm.weight, buffers.normed, norm.eps)
+
+    def _feed_forward(self, block: Block, attended: Tensor, buffers: Buffers) -> None:
+        residual, normed, x, _, gate_up, activated = buffers
+        norm = block.feed_forward_norm
+        linear(block.attention.output, attended, x)
+        add_norm(x, residual, norm.weight, normed, norm.eps)
+        linear(block.feed_forward.gate_up, normed, gate_up)
+        silu_mul(gate_up, activated)
+        linear(block.feed_forward.down, activated, x)
+
+    def _feed_forward_some(self, block: Block, attended: Tensor, buffers: Buffers, drawing: Drawing) -> None:
+        at, number, some_attended, residual, x = drawing
+        num_rows = len(x)
+        some = Buffers(*(buffer[:num_rows] for buffer in buffers))._replace(residual=residual, x=x)
+        take_rows(attended, at, number, some_attended)
+        take_rows(buffers.residual, at, number, residual)
+        self._feed_forward(block, some_attended, some)
+        put_rows(residual, at, number, buffers.residual)
+        put_rows(x, at, number, buffers.x)
 
     def _forward_one(self, buffers: Buffers, attend: Attend) -> None:
         """One token, in 4 kernels a layer besides attention's: norms and activation are part of the products.

@@ -86,5 +86,38 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     _silu_mul[(out.shape[0], triton.cdiv(size, 1024))](gate_up, out, size, 1024, **pdl(), num_warps=4)
 
 
+@triton.jit
+def _move_rows(
+    source, target, at, count, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    enter(PDL)
+    i = tl.program_id(0)
+    if i < tl.load(count):
+        one, other = i.to(tl.int64), tl.load(at + i).to(tl.int64)
+        begin = (other if GATHER else one) * SIZE
+        end = (one if GATHER else other) * SIZE
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < SIZE
+        tl.store(target + end + column, tl.load(source + begin + column, mask=inside), mask=inside)
+
+
+def take_rows(source: Tensor, at: Tensor, count: Tensor, target: Tensor) -> None:
+    """target[i] = source[at[i]] for i < count. source, target: [.., size], device; at: [max_count] int32, device;
+    count: [1] int32, device."""
+    _launch_move_rows(source, target, at, count, gather=True)
+
+
+def put_rows(source: Tensor, at: Tensor, count: Tensor, target: Tensor) -> None:
+    """target[at[i]] = source[i] for i < count."""
+    _launch_move_rows(source, target, at, count, gather=False)
+
+
+def _launch_move_rows(source: Tensor, target: Tensor, at: Tensor, count: Tensor, *, gather: bool) -> None:
+    size = source.shape[1]
+    _move_rows[(len(at), triton.cdiv(size, 1024))](
+        source, target, at, count, SIZE=size, BLOCK=1024, GATHER=gather, **pdl(), num_warps=4
+    )  # fmt: skip
+
+
 def _warps(size: int) -> int:
     return 4 if size <= 2048 else 8

@@ -31,7 +31,7 @@ from ..config import EngineConfig
 from ..device.cuda import RING, CudaDevice, Driver, fatal
 from ..engine.batch import Batch
 from ..models.config import ModelConfig
-from ..models.fused import MIN_ROWS, Buffers, FusedDecoder
+from ..models.fused import MIN_ROWS, Buffers, Drawing, FusedDecoder
 from ..models.layers import Decoder, RMSNorm, RotaryTable
 from . import kernels as k
 from .buckets import bucket, row_buckets, tail_buckets, token_buckets
@@ -68,6 +68,12 @@ class GraphRunner:
         self._buffers = model.buffers(frame.max_tokens)
         self._q = device.zeros((frame.max_tokens, num_heads, head_dim), dtype)
         self._attended = device.zeros((frame.max_tokens, num_heads, head_dim), dtype)
+        num_rows = max(MIN_ROWS, frame.max_rows)
+        widths = num_heads * head_dim, model.hidden_size, model.hidden_size
+        self._drawing = Drawing(
+            frame.rows, frame.meta[k.NUM_ROWS : k.NUM_ROWS + 1],
+            *(device.zeros((num_rows, width), dtype) for width in widths),
+        )  # fmt: skip
         self._tail = Tail(device, frame, model, self._buffers, model_config.vocab_size, num_tokens)
         rotary = RotaryTable(model_config, torch.float32, device.torch_device, frame.max_len)
         rotation = rotary.at(torch.arange(frame.max_len, device=device.torch_device))
@@ -126,7 +132,7 @@ class GraphRunner:
         frame = self._frame
         self._plan_nothing()
         decodes = min(frame.max_rows, frame.max_tokens)
-        self._forward(Shape(frame.max_tokens, decodes, True))
+        self._forward(Shape(frame.max_tokens, decodes, True), self._drawing)
         for kind in KINDS:
             self._tail.run(frame.max_rows, kind)
         nothing = torch.zeros(1, dtype=torch.int32, device=frame.state.device)  # slot 0, or token 0 of the step
@@ -150,7 +156,7 @@ class GraphRunner:
         with tqdm(total=len(shapes) + len(tails), desc="capturing graphs", unit="graph", disable=None) as bar:
             self._plan_nothing()
             for shape in shapes:
-                self._forwards[shape] = self._captured(partial(self._forward, shape), pool)
+                self._forwards[shape] = self._captured(partial(self._forward, shape, self._drawing), pool)
                 bar.update()
             for key in tails:
                 self._tails[key] = self._captured(partial(self._tail.run, *key), pool)
@@ -249,7 +255,10 @@ class GraphRunner:
             self._plan_prefill(batch, num_decodes)
         if self.on_step is not None:
             self.on_step(batch.step, "begin")
-        self._run_forward(shape)
+        if batch.scored and self._ends_early(shape):  # rare, so no graphs of whole ones
+            self._run_eagerly(self._forward, shape, None)
+        else:
+            self._run_forward(shape)
         if batch.new_rows:
             self._recount(batch)
         scored = self._score(batch) if batch.scored else ()
@@ -312,7 +321,7 @@ class GraphRunner:
         if (run := self._forwards.get(shape)) is not None:
             run()
         else:
-            self._run_eagerly(self._forward, shape)
+            self._run_eagerly(self._forward, shape, self._drawing)
 
     def _finish(self, batch: Batch, entry: int, packed: Packed, scored: tuple[Tensor, ...]) -> GraphStep:
         step, driver, count = batch.step, self._driver, packed.num_rows
@@ -393,7 +402,7 @@ class GraphRunner:
 
     # -- what the graphs hold --
 
-    def _forward(self, shape: Shape) -> None:
+    def _forward(self, shape: Shape, drawing: Drawing | None) -> None:
         """Kernels alone, on fixed places: unpack, gather, every layer."""
         frame, model = self._frame, self._model
         num_tokens, num_decodes, has_prefill = shape
@@ -420,7 +429,11 @@ class GraphRunner:
                 self._attention.prefill(layer, q, attended)
             return attended.view(num_tokens, -1)
 
-        model.forward(buffers, attend)
+        model.forward(buffers, attend, drawing if self._ends_early(shape) else None)
+
+    def _ends_early(self, shape: Shape) -> bool:
+        """Whether its last block is computed for the rows that draw alone: few tokens cost as little as those."""
+        return shape.num_tokens >= 2 * len(self._drawing.x)
 
 
 def build_graph_runner(

@@ -1,6 +1,6 @@
 """Everything here needs CUDA, Triton and FlashInfer; elsewhere it is skipped, with the reason.
 
-The tail's kernels run without a GPU as well, in Triton's interpreter: TRITON_INTERPRET=1 pytest tests/gpu.
+Some need no GPU, for Triton's interpreter will do: TRITON_INTERPRET=1 pytest tests/gpu.
 """
 
 import importlib.util
@@ -15,7 +15,9 @@ HERE = Path(__file__).parent
 _MISSING = [name for name in ("triton", "flashinfer") if importlib.util.find_spec(name) is None]
 WHY_NOT = "no CUDA" if not torch.cuda.is_available() else f"no {', '.join(_MISSING)}" if _MISSING else None
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and "triton" not in _MISSING
-collect_ignore_glob = ["test_[!t]*.py"] if IS_INTERPRETED else ["test_*.py"] if WHY_NOT else []
+INTERPRETED = {"test_fused.py", "test_tails.py"}
+_IGNORED = {path.name for path in HERE.glob("test_*.py")} - (INTERPRETED if IS_INTERPRETED else set())
+collect_ignore = sorted(_IGNORED) if WHY_NOT else []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from asyncllm.attention.kernels import cos_sin_table, rotate_and_store
 from asyncllm.engine.batch import ALL_BARRED, NO_TOKEN
-from asyncllm.models.kernels import add_norm, add_norm_rows, silu_mul
+from asyncllm.models.kernels import add_norm, add_norm_rows, put_rows, silu_mul, take_rows
 from asyncllm.models.matvec import Norm, matvec
 from asyncllm.runner import kernels as k
 from asyncllm.runner.cutoff import NUM_KEYS, find_cuts
@@ -47,6 +47,17 @@ def test_silu_mul(size: int) -> None:
     x, out = random(19, 2 * size), torch.empty(19, size, dtype=torch.bfloat16, device=DEVICE)
     silu_mul(x, out)
     close(out, F.silu(x[:, :size].float()) * x[:, size:].float())
+
+
+@pytest.mark.parametrize("size", [64, 896, 4096])
+def test_rows_are_taken_and_put_back(size: int) -> None:
+    source, at = random(50, size), torch.tensor([3, 7, 49, 0, 0], dtype=torch.int32, device=DEVICE)
+    number = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    some, back = (torch.zeros(n, size, dtype=torch.bfloat16, device=DEVICE) for n in (5, 50))
+    take_rows(source, at, number, some)
+    put_rows(some, at, number, back)
+    assert torch.equal(some[:3], source[[3, 7, 49]]) and not some[3:].any()
+    assert torch.equal(back[[3, 7, 49]], source[[3, 7, 49]]) and torch.count_nonzero(back.any(1)) == 3
 
 
 @pytest.mark.parametrize("size,num_out", [(64, 256), (896, 1152), (1024, 4096), (3072, 1024), (12288, 4096)])
