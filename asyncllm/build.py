@@ -22,6 +22,7 @@ from . import hub, machine
 from .bridge import Inbox, Outbox
 from .config import Config, EngineConfig
 from .engine.batch import Runner
+from .engine.budget import Terms
 from .engine.loop import Engine
 from .engine.scheduler import Scheduler
 from .errors import AsyncLLMError, EngineDead, InvalidRequest, ModelError
@@ -127,8 +128,7 @@ async def running(
             msgspec.structs.replace(limits, max_prompt_len=min(limits.max_prompt_len, pool_tokens)),
             page_size=config.page_size,
             num_pages=sized.num_pages,
-            max_step_tokens=config.max_step_tokens,
-            max_mixed_tokens=sized.max_mixed_tokens,
+            terms=Terms(sized.max_step_tokens, sized.max_mixed_tokens, sized.break_even_context, sized.step_sizes),
             prefix_cache=config.prefix_cache,
             masker=None if llm.words.grammars is None else llm.words.grammars.masker(_mask_threads()),
         )

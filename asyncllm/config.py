@@ -22,9 +22,9 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 GRAPH_BYTES = 1 << 30  # what captured graphs and late allocations take beside the KV pool
 MAX_GRAPH_ROWS = 512
-# Running streams wait this long while a prompt comes in; long contexts take half of it more. Half as long a step takes
-# 2% of a burst's speed: its last prompts come in later, and then few rows read all weights.
-MIXED_STEP_S = 0.045
+# Running streams wait this long while a prompt comes in. Two thirds of it take 1% of a burst's speed, a third 2%: its
+# last prompts come in later, and then few rows read all weights.
+MIXED_STEP_S = 0.065
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,8 +78,8 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Every number decided, save two: on a GPU `num_pages` and `max_mixed_tokens` are 0 where the user left them open,
-    until the model is there and a step has been profiled (`sized`) and timed (`timed`). Pages count the dummy 0."""
+    """Every number decided, save those of a GPU that are 0 until the model is there and a step has been profiled
+    (`sized`: num_pages) and timed (`timed`: the last three). Pages count the dummy 0."""
 
     device: str
     dtype: str
@@ -97,6 +97,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9
     cuda_graph_max_batch: int = 0
     max_mixed_tokens: int = 0
+    break_even_context: int = 0  # tokens that a token attends to at the price of its products; 0: not known
+    step_sizes: tuple[int, ...] = ()  # that steps with a prompt chunk are padded to, ascending
 
     @property
     def usable_pages(self) -> int:
@@ -282,15 +284,18 @@ def _max_mixed_tokens(config: Config, max_step_tokens: int, max_running: int, on
     return tokens
 
 
-def timed(config: EngineConfig, step_s: float, sizes: Sequence[int]) -> EngineConfig:
+def timed(config: EngineConfig, step_s: float, break_even_context: int, sizes: Sequence[int]) -> EngineConfig:
     """With the budget of a mixed step that takes MIXED_STEP_S, where a step of max_step_tokens takes `step_s`: one of
     the sizes that steps are padded to, for a fuller step would pay for the next."""
-    if config.max_mixed_tokens:
-        return config
     fitting = config.max_step_tokens * MIXED_STEP_S / step_s
     tokens = max((size for size in sizes if size <= fitting), default=0)
     tokens = min(max(tokens, 2 * config.max_running, 256), config.max_step_tokens)
-    return msgspec.structs.replace(config, max_mixed_tokens=tokens)
+    return msgspec.structs.replace(
+        config,
+        max_mixed_tokens=config.max_mixed_tokens or tokens,
+        break_even_context=break_even_context,
+        step_sizes=tuple(sizes),
+    )
 
 
 def _graph_rows(config: Config, max_running: int, on_gpu: bool) -> int:

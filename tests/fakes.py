@@ -15,6 +15,7 @@ from asyncllm.bridge import Deltas as Sent
 from asyncllm.bridge import Inbox, Outbox, Submit
 from asyncllm.config import EngineConfig
 from asyncllm.engine.batch import ALL_BARRED, Batch, Logprobs, StepResult
+from asyncllm.engine.budget import Terms
 from asyncllm.engine.loop import Engine
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.llm import AsyncLLM
@@ -250,8 +251,7 @@ class House:
             self.limits,
             page_size=config.page_size,
             num_pages=config.num_pages,
-            max_step_tokens=config.max_step_tokens,
-            max_mixed_tokens=config.max_mixed_tokens,
+            terms=Terms(config.max_step_tokens, config.max_mixed_tokens, config.break_even_context, config.step_sizes),
             prefix_cache=config.prefix_cache,
             masker=_masker(),
         )

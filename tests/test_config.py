@@ -1,5 +1,6 @@
 """resolve(): the numbers of a GPU, the attention by shape and machine, the pool in what is left."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,10 +78,12 @@ def test_a_mixed_step_is_as_long_as_the_gpu_is_fast() -> None:
     chosen = resolve()
     assert chosen.max_mixed_tokens == 0, "open until a step has been timed"
     sizes = [256, 1024, 2048, 3072, 8192]
-    assert configs.timed(chosen, 0.017, sizes).max_mixed_tokens == 8192
-    assert configs.timed(chosen, 0.150, sizes).max_mixed_tokens == 2048, "2457 would be padded to 3072"
-    assert configs.timed(chosen, 9.000, sizes).max_mixed_tokens == 2 * chosen.max_running
-    assert configs.timed(resolve(max_mixed_tokens=1000), 0.170, sizes).max_mixed_tokens == 1000
+    timed = partial(configs.timed, break_even_context=17_000, sizes=sizes)
+    assert timed(chosen, 0.017).max_mixed_tokens == 8192
+    assert timed(chosen, 0.200).max_mixed_tokens == 2048, "2662 would be padded to 3072"
+    assert timed(chosen, 9.000).max_mixed_tokens == 2 * chosen.max_running
+    wished = timed(resolve(max_mixed_tokens=1000), 0.170)
+    assert (wished.max_mixed_tokens, wished.break_even_context, wished.step_sizes) == (1000, 17_000, tuple(sizes))
     with pytest.raises(ValueError, match="at most max_step_tokens 8192"):
         resolve(max_mixed_tokens=9000)
 

@@ -11,6 +11,7 @@ import msgspec
 from ..bridge import Deltas, EngineStats
 from ..types import EngineLimits, FinishReason, Submission
 from .batch import Batch, Int32, Masker, StepResult
+from .budget import Budget, Terms
 from .cache import Cache
 from .commit import commit_rows
 from .matching import Matching, unmatched
@@ -29,14 +30,12 @@ class Scheduler:
         *,
         page_size: int,
         num_pages: int,
-        max_step_tokens: int,
-        max_mixed_tokens: int,  # of a step in which answers go on beside prompts; 0: as of any
+        terms: Terms,
         prefix_cache: bool,
         masker: Masker | None,
     ) -> None:
         self.limits = limits
-        self.max_step_tokens = max_step_tokens
-        self.max_mixed_tokens = max_mixed_tokens or max_step_tokens
+        self.terms = terms
         self.cache = Cache(num_pages, page_size, shares_prefixes=prefix_cache)
         self.roster = Roster(self.cache, limits.max_running)
         self._matching = Matching(masker)
@@ -107,14 +106,14 @@ class Scheduler:
         """Choose the rows of the next step; None if no sequence can go on before a commit.
 
         Decode rows come first and always, so a running stream waits for no more than the rest of one
-        step's token budget, which is less where there are such rows; then prompts under way, then new
+        step's budget, which is less where there are such rows; then prompts under way, then new
         ones, by priority and first come first served.
         """
         if self.roster.deadlines:
             self.roster.end_overdue(time.monotonic())
         if self.roster.waiting and self.limits.queue_timeout_s:
             self.roster.end_impatient(self.limits.queue_timeout_s)
-        step = Step(self._num_steps + 1, self.max_step_tokens)
+        step = Step(self._num_steps + 1)
         # Rewriting a row on the device takes its whole text, so its last token must be known: a step's rest.
         step.held.update([sequence for sequence in self.roster.stale if sequence.num_in_flight])
         stale = [sequence for sequence in self.roster.stale if sequence not in step.held]
@@ -238,17 +237,17 @@ class Scheduler:
         num_rows = step.num_decodes = len(sequences)
         step.lengths += [1] * num_rows
         step.wants_token += [True] * num_rows
-        step.budget = (self.max_mixed_tokens if num_rows else self.max_step_tokens) - num_rows
+        step.budget = Budget(self.terms, num_rows)
         return prefills
 
     def _plan_prefills(self, step: Step, prefills: list[Sequence]) -> None:
         for sequence in prefills:
-            if sequence.slot and sequence not in step.held and step.budget > 0:
+            if sequence.slot and sequence not in step.held and step.budget.left > 0:
                 step.map_pages(sequence, self.cache.share_further(sequence))
                 self._add_chunk(sequence, step)
 
     def _admit(self, step: Step) -> None:
-        while self.roster.has_place and step.budget > 0 and not step.held:
+        while self.roster.has_place and step.budget.left > 0 and not step.held:
             sequence = self.roster.waiting.first
             if not self.cache.fits(sequence.committed_len):
                 self.roster.end(sequence, FinishReason.LENGTH)  # preempted, and now longer than the whole pool
@@ -270,7 +269,8 @@ class Scheduler:
     def _add_chunk(self, sequence: Sequence, step: Step) -> None:
         """As much of the prompt as the budget allows. Its full pages are matchable from now on: whoever
         shares them reads them in this step, after all its rows have written, or in a later one."""
-        step.add(sequence, min(step.budget, sequence.device_len - sequence.planned_len))
+        start = sequence.planned_len
+        step.add(sequence, step.budget.take(start, sequence.device_len - start))
         self.cache.publish(sequence)
 
     def _grow(self, sequence: Sequence, step: Step) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .batch import NO_PAGES, NO_ROWS, Batch, Int32, NewRow, Scored
+from .budget import Budget
 from .sequence import Sequence
 
 
@@ -17,9 +18,9 @@ class Step:
     hundreds of nanoseconds: a NamedTuple a row took 0.25 us to make and four passes to turn into arrays.
     """
 
-    def __init__(self, number: int, max_tokens: int) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
-        self.budget = max_tokens
+        self.budget: Budget  # once its decode rows are known
         self.sequences: list[Sequence] = []
         self.starts: list[int] = []
         self.lengths: list[int] = []
@@ -45,7 +46,6 @@ class Step:
         sequence.planned_len = start + length
         sequence.num_drawing += wants_token
         sequence.num_in_flight += 1
-        self.budget -= length
 
     def _add_scored(self, sequence: Sequence, start: int, length: int) -> None:
         """The chunk's positions that a prompt token follows."""

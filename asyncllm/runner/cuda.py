@@ -64,12 +64,13 @@ def _build_graphs(
     warm_s = time.monotonic()
     runner.use_pages(config.num_pages)
     runner.capture()
-    step_s = runner.time_step()
-    config = timed(config, step_s, token_buckets(config.max_step_tokens))
+    step_s, break_even_context = runner.time_steps()
+    config = timed(config, step_s, break_even_context, token_buckets(config.max_step_tokens))
     log.info("warm-up %.1f s, pool and graphs %.1f s", warm_s - loaded_s, time.monotonic() - warm_s)
     log.info(
-        "%d tokens take %.0f ms; with running streams a step has %d at most",
-        config.max_step_tokens, 1e3 * step_s, config.max_mixed_tokens,
+        "%d tokens take %.0f ms; with running streams a step has %d at most, and fewer the deeper in a context: %d "
+        "tokens of it cost as much again",
+        config.max_step_tokens, 1e3 * step_s, config.max_mixed_tokens, break_even_context,
     )  # fmt: skip
     return runner, config
 

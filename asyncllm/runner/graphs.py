@@ -164,15 +164,31 @@ class GraphRunner:
         self._device.synchronize()
         log.info("captured %d graphs in %.1f s", len(shapes) + len(tails), time.monotonic() - began_s)
 
-    def time_step(self) -> float:
-        """Seconds that the largest step takes: padding alone, whose products are those of any tokens."""
-        largest = Shape(self._frame.max_tokens, 0, True)
-        self._run_forward(largest)
-        self._device.synchronize()
-        began_s = time.perf_counter()
-        self._run_forward(largest)
-        self._device.synchronize()
-        return time.perf_counter() - began_s
+    def time_steps(self) -> tuple[float, int]:
+        """Seconds that the largest step takes, and the tokens of context at which attention takes as long as the rest.
+
+        Of padding alone, whose products are those of any tokens; then of a chunk at the end of the longest context
+        (up to 16k), which is all on the dummy page.
+        """
+        max_tokens, max_len = self._frame.max_tokens, min(self._frame.max_len, 16384)
+        step_s = self._time_forward(max_tokens)
+        length = max(1, min(max_len // 2, 2048, max_tokens))
+        start, num_tokens = max_len - length, bucket(length, self._token_buckets)
+        plain_s = self._time_forward(num_tokens)
+        self._attention.plan_prefill(0, *(np.array([number]) for number in (0, start, length)))
+        deep_s = self._time_forward(num_tokens)
+        self._plan_nothing()
+        attended_s = max(deep_s - plain_s, 1e-6) / (length * (start + length / 2))  # a token, a position
+        return step_s, max(1, round(step_s / max_tokens / attended_s))
+
+    def _time_forward(self, num_tokens: int) -> float:
+        shape, times_s = Shape(num_tokens, 0, True), []
+        for _ in range(3):
+            began_s = time.perf_counter()
+            self._run_forward(shape)
+            self._device.synchronize()
+            times_s.append(time.perf_counter() - began_s)
+        return min(times_s)
 
     def _shapes(self) -> Iterator[Shape]:
         rows = [size for size in self._row_buckets if size <= self._max_graph_rows]

@@ -31,14 +31,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_pages=st.integers(8, 40),
         max_step_tokens=st.sampled_from([4, 9, 64]),
         max_mixed_tokens=st.sampled_from([5, 64]),
+        break_even_context=st.sampled_from([0, 3, 100]),
+        step_sizes=st.sampled_from([(), (2, 4, 8, 16, 32, 64)]),
         prefix_cache=st.booleans(),
     )
     def begin(
-        self, page_size: int, num_pages: int, max_step_tokens: int, max_mixed_tokens: int, prefix_cache: bool
-    ) -> None:
+        self, page_size: int, num_pages: int, max_step_tokens: int, max_mixed_tokens: int, break_even_context: int,
+        step_sizes: tuple[int, ...], prefix_cache: bool,
+    ) -> None:  # fmt: skip
         config = engine_config(
             page_size=page_size, num_pages=num_pages, max_running=4, max_step_tokens=max_step_tokens, max_model_len=64,
             prefix_cache=prefix_cache, max_mixed_tokens=min(max_mixed_tokens, max_step_tokens),
+            break_even_context=break_even_context, step_sizes=step_sizes,
         )  # fmt: skip
         self.house = House(config, next_token)
         self.scheduler = self.house.scheduler
@@ -64,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> None:
         batch = self.scheduler.schedule() if self.scheduler.roster.live else None
         if batch is not None:
-            assert batch.num_tokens <= max(self.scheduler.max_step_tokens, batch.num_rows)
+            assert batch.num_tokens <= max(self.scheduler.terms.max_step_tokens, batch.num_rows)
             assert len(set(batch.slots.tolist())) == batch.num_rows and 0 not in batch.slots
             assert len({row.slot for row in batch.new_rows}) == len(batch.new_rows), "two new rows for a slot"
             self.flying.append((batch, self.house.runner.launch(batch)))
