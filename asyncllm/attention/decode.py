@@ -76,14 +76,15 @@ def _decode_units(
     share = (num_units + num_programs - 1) // num_programs
     begin = program * share
     end = tl.minimum(begin + share, num_units)
-    head = tl.arange(0, HEADS)  # query heads of the group, then padding: a matrix product has 16 rows
+    # Query heads of the group, then padding. They are columns throughout: a matrix product has 8 of those, and 16 rows.
+    head = tl.arange(0, HEADS)
     column = tl.arange(0, DIM)
     token = tl.arange(0, BLOCK)
     inside = (head < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
     at_head = (kv_head * GROUP + head)[:, None] * HEAD_DIM + column[None, :]
     best = tl.full((HEADS,), float("-inf"), tl.float32)
     mass = tl.zeros((HEADS,), tl.float32)
-    sums = tl.zeros((HEADS, DIM), tl.float32)
+    sums = tl.zeros((DIM, HEADS), tl.float32)
     for u in range(begin, end):
         unit = units + u * WORDS
         block = tl.load(unit)
@@ -93,28 +94,30 @@ def _decode_units(
         query = tl.load(q + row * (NUM_HEADS * HEAD_DIM) + at_head, mask=inside, other=0.0)
         seen = (token < left) & (token >= tl.where(window > 0, left - window, 0))
         place = (block // PAGE_BLOCKS).to(tl.int64) * page_stride + (block % PAGE_BLOCKS) * (BLOCK * HEAD_DIM)
-        tile = pages + kv_head * head_stride + place + token[:, None] * HEAD_DIM + column[None, :]
-        readable = seen[:, None] & (column < HEAD_DIM)[None, :]  # beyond lies anything, NaN too
-        key = tl.load(tile, mask=readable, other=0.0)
-        value = tl.load(tile + value_offset, mask=readable, other=0.0)
-        score = tl.dot(query, tl.trans(key)) * scale
-        score = tl.where(seen[None, :], score, float("-inf"))
+        tile = pages + kv_head * head_stride + place
+        at_key = tile + token[:, None] * HEAD_DIM + column[None, :]
+        at_value = tile + value_offset + token[None, :] * HEAD_DIM + column[:, None]
+        # Beyond lies anything, NaN too.
+        key = tl.load(at_key, mask=seen[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+        value = tl.load(at_value, mask=seen[None, :] & (column < HEAD_DIM)[:, None], other=0.0)
+        score = tl.dot(key, tl.trans(query)) * scale
+        score = tl.where(seen[:, None], score, float("-inf"))
         fresh = number == 0  # a new row; what the last one left may be NaN, so it is not multiplied away
         best = tl.where(fresh, float("-inf"), best)
         mass = tl.where(fresh, 0.0, mass)
         sums = tl.where(fresh, 0.0, sums)
         # A whole number, so that a weight is rounded alike whichever maximum came before: else a row's result would
         # depend in its third digit on where the shares cut it.
-        new_best = tl.maximum(best, tl.ceil(tl.max(score, 1)))
-        weight = tl.exp2(score - new_best[:, None])
+        new_best = tl.maximum(best, tl.ceil(tl.max(score, 0)))
+        weight = tl.exp2(score - new_best[None, :])
         rest = tl.exp2(best - new_best)
-        mass = mass * rest + tl.sum(weight, 1)
-        sums = sums * rest[:, None] + tl.dot(weight.to(value.dtype), value)
+        mass = mass * rest + tl.sum(weight, 0)
+        sums = sums * rest[None, :] + tl.dot(value, weight.to(value.dtype))
         best = new_best
         row_begin = u - number
         row_end = u + (left + BLOCK - 1) // BLOCK
         if (row_end == u + 1) | (u == end - 1):
-            result = sums / mass[:, None]
+            result = tl.trans(sums / mass[None, :])
             if (row_begin >= begin) & (row_end <= end):
                 at = out + row * (NUM_HEADS * HEAD_DIM) + at_head
                 tl.store(at, result.to(out.dtype.element_ty), mask=inside)
@@ -230,7 +233,7 @@ class Decode:
             q, out, pages, self._units, self._total, self._parts, self._parts_lse, self._arrived, num_programs,
             pages.stride(0), pages.stride(1), pages.stride(2), self._head_dim**-0.5 * LOG2_E, self._window,
             NUM_HEADS=self._num_heads, HEAD_DIM=self._head_dim, DIM=self._dim,
-            PAGE_BLOCKS=self._page_size // self._block, GROUP=group, MERGED=self._merged, HEADS=max(16, self._merged),
+            PAGE_BLOCKS=self._page_size // self._block, GROUP=group, MERGED=self._merged, HEADS=max(8, self._merged),
             BLOCK=self._block, WORDS=WORDS, **pdl(), num_warps=NUM_WARPS, num_stages=NUM_STAGES,
         )  # fmt: skip
 
