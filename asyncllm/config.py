@@ -22,8 +22,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 GRAPH_BYTES = 1 << 30  # what captured graphs and late allocations take beside the KV pool
 MAX_GRAPH_ROWS = 512
-# Running streams wait this long while a prompt comes in. Two thirds of it take 1% of a burst's speed, a third 2%: its
-# last prompts come in later, and then few rows read all weights.
+# Running streams wait this long while a prompt comes in. Two thirds of it take 0.5% of a burst's speed, a third 2.5%:
+# its last prompts come in later, and then few rows read all weights.
 MIXED_STEP_S = 0.065
 
 

@@ -37,6 +37,12 @@ def pair(folder: Path) -> Pair:
     return captured, eager
 
 
+def test_steps_are_timed_at_start(folder: Path) -> None:
+    config = graph_runner(folder, max_running=4, max_step_tokens=512)[2]
+    assert 8 <= config.max_mixed_tokens <= 512 and config.max_mixed_tokens in config.step_sizes
+    assert config.break_even_context >= 1 and config.step_sizes[-1] == 512
+
+
 def prompt(i: int, length: int) -> list[int]:
     return [3 + (7 * i + 13 * j) % 400 for j in range(length)]
 
