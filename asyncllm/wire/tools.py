@@ -12,6 +12,7 @@ from ..errors import Field, InvalidRequest
 from .formats import refuse_options
 
 MAX_TOOLS = 128  # OpenAI's own limit
+_NO_OBJECTS = ("array", "string", "number", "integer", "boolean", "null")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -100,7 +101,7 @@ def _functions(tools: list[Tool]) -> tuple[Function, ...]:
             raise InvalidRequest("a function tool needs its 'function'", f"tools[{i}].function")
         path, parameters = f"tools[{i}].function.parameters", tool.function.parameters or {}
         refuse_options(parameters, path)
-        if parameters.get("type", "object") != "object":
+        if parameters.get("type") in _NO_OBJECTS:  # a word that is none is the grammar's to tell
             raise InvalidRequest("a function's parameters are a schema of type 'object'", path)
         name = tool.function.name
         if not _NAME.fullmatch(name) or name in seen:
