@@ -162,7 +162,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--queue-timeout-seconds", dest="queue_timeout_s", type=_seconds, default=30.0,
         help="who waits longer gets 503, and who would at once; 0: nobody does; default: 30")  # fmt: skip
     add("--max-step-tokens", type=int, help="tokens a step computes, decodes first, prompts in the rest")
-    add("--max-mixed-tokens", type=int, help="the same where streams run; default: what the GPU does in 45 ms")
+    add("--max-mixed-tokens", type=int, help="the same where streams run; default: what the GPU does in 65 ms")
     add("--max-model-len", type=int, help="prompt and answer together; by default what the model was made for")
     add("--overlap", action=argparse.BooleanOptionalAction, help="schedule while a step runs; default: on a GPU")
     add("--prefix-cache", action=argparse.BooleanOptionalAction, default=True, help="share prefixes; default: yes")
