@@ -75,6 +75,10 @@ class Door(web.RequestHandler):
             return
         self._doors.num_open -= 1
         self._head_came()
+        # What names this connection and is named by it would wait with it for the collector.
+        self._body = EMPTY_PAYLOAD
+        if hasattr(self, "_data_received_cb"):  # a WebSocket's; older aiohttp has none
+            self._data_received_cb = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -87,6 +91,7 @@ class Door(web.RequestHandler):
         if self._messages:
             message, body = self._messages[-1]
             if isinstance(message, _ErrInfo):
+                message.exc.__traceback__ = None  # its frames name the error, and all would wait for the collector
                 self._break_body()
             else:
                 self._body = body

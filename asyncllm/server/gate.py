@@ -104,7 +104,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return _http_error(request, error)
+        # A route keeps aiohttp's 404 or 405, and their frames the route: together they would wait for the collector.
+        return _http_error(request, error.with_traceback(None))
     except ConnectionError:
         # The client left. Raised on, aiohttp would log it as an error of ours; this answer, nginx's number for
         # it, finds the connection closed and goes nowhere.

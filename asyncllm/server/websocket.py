@@ -296,6 +296,7 @@ class Connection:
         """The socket is gone: its responses end, but resumable ones whose client did not say goodbye."""
         for lane in self._lanes.values():
             lane.lost(said_goodbye=close_code in (WSCloseCode.OK, WSCloseCode.GOING_AWAY) and not self._draining)
+        self._lanes.clear()  # they name it too, and all would wait for the collector
         self.responses.disown(self)
 
 

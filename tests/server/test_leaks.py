@@ -3,8 +3,10 @@ request's alone, unless it is the engine's own."""
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +127,38 @@ async def _on_a_socket(served: Served) -> bytes:
                 data += message.data.encode()
                 num_over += json.loads(message.data)["type"] in ("error", "response.completed", "response.failed")
     return data
+
+
+async def test_what_is_over_does_not_wait_for_the_collector(serve: Serve) -> None:
+    """Nothing of a request or a connection is held in a circle: full collections are rare beside load."""
+    kinds = {"Door", "Request", "Connection", "Lane", "Order", "WebSocketResponse", "EventResponse", "Outflow"}
+
+    async def held(served: Served) -> Counter[str]:
+        await served.idle()
+        async with aiohttp.ClientSession() as session:  # whose connections go with it
+            await told(Served(served.url, served.llm, served.runner, session))
+            async with session.post(served.url + TEXT, data=b"{", headers={"Content-Type": "application/json"}) as bad:
+                assert bad.status == 400
+        raw = await served.connect()
+        raw.writer.write(b"nonsense\r\n\r\n")
+        await raw.rest()
+        raw.leave()
+        leaver = await served.connect()
+        await leaver.send(TEXT, b'{"prompt": "x", "max_tokens": 500, "ignore_eos": true, "stream": true}')
+        await leaver.events(2)
+        leaver.leave(reset=True)
+        await served.idle()
+        await asyncio.sleep(0.2)  # for what the loop calls soon
+        return Counter([name for one in gc.get_objects() if (name := type(one).__name__) in kinds])
+
+    async with serve(SAID, template=toys.TOOLS, **ROOMY) as served:
+        first = await held(served)
+        gc.collect()
+        gc.disable()
+        try:
+            assert await held(served) == await held(served), first
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("layer", LAYERS)

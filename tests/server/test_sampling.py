@@ -501,7 +501,7 @@ async def test_the_engine_in_process_takes_the_same(served: Any) -> None:
     stream = await llm.generate(PROMPT, temperature=0, max_tokens=4, logprobs=1, priority=1, cache_salt="x")
     done = await stream.result()
     assert [entry.token_id for entry in done.logprobs] == list(done.token_ids)
-    choices = [await stream.result() for stream in await llm.choices([5, 6], n=3, temperature=1, max_tokens=4)]
+    choices = [await stream.result() for stream in await llm.choices([5, 6], n=3, temperature=1, seed=6, max_tokens=8)]
     assert len({choice.token_ids for choice in choices}) > 1
     with pytest.raises(InvalidRequest, match="choices"):
         await llm.generate(PROMPT, n=2)
