@@ -128,7 +128,10 @@ async def running(
             msgspec.structs.replace(limits, max_prompt_len=min(limits.max_prompt_len, pool_tokens)),
             page_size=config.page_size,
             num_pages=sized.num_pages,
-            terms=Terms(sized.max_step_tokens, sized.max_mixed_tokens, sized.break_even_context, sized.step_sizes),
+            terms=Terms(
+                sized.max_step_tokens, sized.max_mixed_tokens, sized.mixed_work, sized.break_even_context,
+                sized.step_sizes,
+            ),  # fmt: skip
             prefix_cache=config.prefix_cache,
             masker=None if llm.words.grammars is None else llm.words.grammars.masker(_mask_threads()),
         )

@@ -22,7 +22,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 GRAPH_BYTES = 1 << 30  # what captured graphs and late allocations take beside the KV pool
 MAX_GRAPH_ROWS = 512
-# Running streams wait this long while a prompt comes in. Two thirds of it take 0.5% of a burst's speed, a third 2.5%:
+# A step of short prompts takes this long beside running streams, as it is timed at start; the longest wait measured,
+# with decode rows, deep contexts and a warm GPU, is 83 ms. Two thirds of it take 0.5% of a burst's speed, a third 2.5%:
 # its last prompts come in later, and then few rows read all weights.
 MIXED_STEP_S = 0.065
 
@@ -78,8 +79,8 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Every number decided, save those of a GPU that are 0 until the model is there and a step has been profiled
-    (`sized`: num_pages) and timed (`timed`: the last three). Pages count the dummy 0."""
+    """Every number decided, save those of a GPU that are 0 or empty until the model is there and a step has been
+    profiled (`sized`: num_pages) and timed (`timed`: the last four). Pages count the dummy 0."""
 
     device: str
     dtype: str
@@ -97,7 +98,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9
     cuda_graph_max_batch: int = 0
     max_mixed_tokens: int = 0
-    break_even_context: int = 0  # tokens that a token attends to at the price of its products; 0: not known
+    mixed_work: int = 0  # of a mixed step, in tokens without a context; 0: as max_mixed_tokens
+    break_even_context: int = 0  # tokens of context whose attention costs a token as much as its products; 0: nothing
     step_sizes: tuple[int, ...] = ()  # that steps with a prompt chunk are padded to, ascending
 
     @property
@@ -286,13 +288,15 @@ def _max_mixed_tokens(config: Config, max_step_tokens: int, max_running: int, on
 
 def timed(config: EngineConfig, step_s: float, break_even_context: int, sizes: Sequence[int]) -> EngineConfig:
     """With the budget of a mixed step that takes MIXED_STEP_S, where a step of max_step_tokens takes `step_s`: one of
-    the sizes that steps are padded to, for a fuller step would pay for the next."""
-    fitting = config.max_step_tokens * MIXED_STEP_S / step_s
+    the sizes that steps are padded to, for a fuller step would pay for the next. Where a step of any tokens is shorter,
+    the time that is left is for attention."""
+    fitting = int(config.max_step_tokens * MIXED_STEP_S / step_s)
     tokens = max((size for size in sizes if size <= fitting), default=0)
     tokens = min(max(tokens, 2 * config.max_running, 256), config.max_step_tokens)
     return msgspec.structs.replace(
         config,
         max_mixed_tokens=config.max_mixed_tokens or tokens,
+        mixed_work=max(fitting, tokens) if tokens == config.max_step_tokens and not config.max_mixed_tokens else 0,
         break_even_context=break_even_context,
         step_sizes=tuple(sizes),
     )

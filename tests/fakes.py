@@ -251,7 +251,10 @@ class House:
             self.limits,
             page_size=config.page_size,
             num_pages=config.num_pages,
-            terms=Terms(config.max_step_tokens, config.max_mixed_tokens, config.break_even_context, config.step_sizes),
+            terms=Terms(
+                config.max_step_tokens, config.max_mixed_tokens, config.mixed_work, config.break_even_context,
+                config.step_sizes,
+            ),  # fmt: skip
             prefix_cache=config.prefix_cache,
             masker=_masker(),
         )

@@ -79,8 +79,10 @@ def test_a_mixed_step_is_as_long_as_the_gpu_is_fast() -> None:
     assert chosen.max_mixed_tokens == 0, "open until a step has been timed"
     sizes = [256, 1024, 2048, 3072, 8192]
     timed = partial(configs.timed, break_even_context=17_000, sizes=sizes)
-    assert timed(chosen, 0.017).max_mixed_tokens == 8192
-    assert timed(chosen, 0.200).max_mixed_tokens == 2048, "2662 would be padded to 3072"
+    fast = timed(chosen, 0.020)
+    assert (fast.max_mixed_tokens, fast.mixed_work) == (8192, 26_624), "what attention may take is not bound by tokens"
+    slow = timed(chosen, 0.200)
+    assert (slow.max_mixed_tokens, slow.mixed_work) == (2048, 0), "2662 would be padded to 3072"
     assert timed(chosen, 9.000).max_mixed_tokens == 2 * chosen.max_running
     wished = timed(resolve(max_mixed_tokens=1000), 0.170)
     assert (wished.max_mixed_tokens, wished.break_even_context, wished.step_sizes) == (1000, 17_000, tuple(sizes))

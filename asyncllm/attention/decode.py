@@ -76,7 +76,8 @@ def _decode_units(
     share = (num_units + num_programs - 1) // num_programs
     begin = program * share
     end = tl.minimum(begin + share, num_units)
-    # Query heads of the group, then padding. They are columns throughout: a matrix product has 8 of those, and 16 rows.
+    # Query heads of the group, then padding. In both products they are columns, of which there are 8 at the least;
+    # rows are 16.
     head = tl.arange(0, HEADS)
     column = tl.arange(0, DIM)
     token = tl.arange(0, BLOCK)

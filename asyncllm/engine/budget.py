@@ -8,8 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Prompts up to twice this long are what max_mixed_tokens is meant for: their attention is no reason to take less.
-FREE_CONTEXT = 512
+FREE_CONTEXT = 512  # the mean of a prompt of 1,024 tokens: up to that long, prompts fill a step
 
 
 class Terms(NamedTuple):
@@ -17,7 +16,8 @@ class Terms(NamedTuple):
 
     max_step_tokens: int
     max_mixed_tokens: int = 0  # of a step in which answers go on beside prompts; 0: as of any
-    break_even_context: int = 0  # tokens that a token attends to at the price of its products; 0: attention is free
+    mixed_work: int = 0  # of such a step, in tokens without a context; 0: as max_mixed_tokens
+    break_even_context: int = 0  # tokens of context whose attention costs a token as much as its products; 0: nothing
     sizes: Sequence[int] = ()  # that steps are padded to, ascending
 
 
@@ -29,32 +29,33 @@ class Budget:
     """
 
     def __init__(self, terms: Terms, num_decodes: int) -> None:
-        self._terms = terms
+        self._sizes = terms.sizes
         self._most = (terms.max_mixed_tokens or terms.max_step_tokens) if num_decodes else terms.max_step_tokens
         self.left = self._most - num_decodes  # tokens
-        self._depth = terms.break_even_context if num_decodes else 0
-        self._work = self.left + self._most * FREE_CONTEXT / self._depth if self._depth else math.inf  # tokens' worth
+        self._break_even = terms.break_even_context if num_decodes else 0
+        if self._break_even:
+            self._work = (terms.mixed_work or self._most) * (1 + FREE_CONTEXT / self._break_even) - num_decodes
 
     def take(self, start: int, num_missing: int) -> int:
         """Of a prompt that is computed up to `start`, the length of the chunk: at least 1 while any tokens are left."""
         length = min(self.left, num_missing)
-        if self._depth and (affordable := self._affordable(start)) < length:
-            length = self._filling(max(1, affordable))
-            self.left = 0
-            return length
-        if self._depth:
-            self._work -= length * (1 + (start + length / 2) / self._depth)
+        if self._break_even:
+            if (affordable := self._affordable(start)) < length:
+                length = self._unpadded(max(1, affordable))
+                self.left = 0
+                return length
+            self._work -= length * (1 + (start + length / 2) / self._break_even)
         self.left -= length
         return length
 
     def _affordable(self, start: int) -> int:
-        """The n for which n * (1 + (start + n / 2) / depth) is the work that is left."""
-        reach = self._depth + start
-        return int(math.sqrt(reach * reach + 2 * max(0.0, self._work) * self._depth) - reach)
+        """The n for which n * (1 + (start + n / 2) / break_even) is the work that is left."""
+        reach = self._break_even + start
+        return int(math.sqrt(reach * reach + 2 * max(0.0, self._work) * self._break_even) - reach)
 
-    def _filling(self, length: int) -> int:
-        """No longer than that, and so that the step needs no padding, where it can be."""
+    def _unpadded(self, length: int) -> int:
+        """No longer, so that the step needs no padding; but a padded step costs less than one that takes little."""
         used = self._most - self.left
-        at = bisect_right(self._terms.sizes, used + length)
-        size = self._terms.sizes[at - 1] if at else 0
-        return size - used if size > used else length
+        at = bisect_right(self._sizes, used + length)
+        fitting = self._sizes[at - 1] - used if at else 0
+        return fitting if 2 * fitting > length else length

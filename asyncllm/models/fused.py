@@ -36,7 +36,7 @@ class Buffers(NamedTuple):
 class Drawing(NamedTuple):
     """The tokens of a step whose logits are wanted: for them alone does the last block compute more than attention.
 
-    All on the device; num_rows is at least MIN_ROWS.
+    All on the device. num_rows: max_rows, at least MIN_ROWS; rows past `number` hold anything, and are not put back.
     """
 
     at: Tensor  # [max_rows] int32: where in the step

@@ -168,7 +168,8 @@ class GraphRunner:
         """Seconds that the largest step takes, and the tokens of context at which attention takes as long as the rest.
 
         Of padding alone, whose products are those of any tokens; then of a chunk at the end of the longest context
-        (up to 16k), which is all on the dummy page.
+        (up to 16k), which is all on the dummy page. With sliding windows attention grows no further than they are
+        wide, so that a deep chunk is shorter than it need be.
         """
         max_tokens, max_len = self._frame.max_tokens, min(self._frame.max_len, 16384)
         step_s = self._time_forward(max_tokens)

@@ -7,7 +7,6 @@ import ipaddress
 import math
 import re
 from collections.abc import Awaitable, Callable
-from urllib.parse import urlsplit
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
@@ -23,8 +22,8 @@ _OPEN_PATHS = ("/health", "/ready")  # who watches a server has no key of it
 _CORS_METHODS = "GET, POST, DELETE"
 _CORS_HEADERS = "Authorization, Content-Type, X-Api-Key, X-Request-Id, X-Request-Timeout"
 _HEADER_NAMES = re.compile(r"[a-z0-9-]{1,64}( *, *[a-z0-9-]{1,64}){0,63}", re.IGNORECASE)
-_VERSIONS = (HttpVersion10, HttpVersion11)
 _CORS_MAX_AGE_S = "600"
+_HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.%a-z]+)\]|(?P<name>[a-z0-9._~-]+))(?::[0-9]*)?", re.IGNORECASE)
 _SECONDS = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
@@ -49,15 +48,19 @@ class ExpectationFailed(AsyncLLMError):
     code = "expectation_failed"
 
 
+class Misframed(InvalidRequest):
+    """A proxy in front may have read another request than this one: the connection is closed behind the answer."""
+
+
 def guarded(handler: AnyHandler, settings: Settings) -> AnyHandler:
     """Around a whole application: what is refused here never meets its routes."""
 
     async def guard(request: web.BaseRequest) -> web.StreamResponse:
         assert isinstance(request, web.Request)
         try:
+            _check_framing(request)
             if (preflight := _preflight(request, settings)) is not None:
                 return preflight
-            _check_framing(request)
             check_host(request, settings)
             CALLER.set(Caller(name=_caller(request, settings), timeout_s=_timeout_s(request)))
             _check_expectation(request, settings)
@@ -69,19 +72,19 @@ def guarded(handler: AnyHandler, settings: Settings) -> AnyHandler:
 
 
 def _check_framing(request: web.Request) -> None:
-    """What a proxy in front may read as another request than this one is: no guess is made, and the socket is closed.
-
-    Raises:
-        InvalidRequest: the HTTP is none that is spoken here; the body's coding is not; or the target names one host and
-            Host another.
     """
-    if request.version not in _VERSIONS:
-        raise InvalidRequest("a request is HTTP/1.1")
-    if request.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
-        raise InvalidRequest("Transfer-Encoding may only be chunked")
+    Raises:
+        Misframed: the HTTP is none that is spoken here; the body's coding is not; or the target names a host, and Host
+            does not name it to the letter.
+    """
+    if request.version not in (HttpVersion10, HttpVersion11):
+        raise Misframed("a request is HTTP/1.1")
+    coding = request.headers.get("Transfer-Encoding")
+    if coding is not None and (coding.lower() != "chunked" or request.version != HttpVersion11):
+        raise Misframed("Transfer-Encoding may only be chunked, in HTTP/1.1")
     is_absolute = not request.raw_path.startswith(("/", "*"))
     if is_absolute and request.url.raw_authority.lower() != request.headers.get("Host", "").lower():
-        raise InvalidRequest("the request's target and its Host header name different hosts")
+        raise Misframed("the request's target and its Host header name different hosts")
 
 
 def check_host(request: web.Request, settings: Settings) -> None:
@@ -96,21 +99,20 @@ def check_host(request: web.Request, settings: Settings) -> None:
         raise InvalidRequest("a request has one Host header")
     if settings.access.hosts is None or not hosts:
         return
-    if (name := _host_name(hosts[0])) not in settings.access.hosts and not _is_address(name):
+    name = _host_name(hosts[0])
+    if name not in settings.access.hosts and not _is_address(name):
         raise Forbidden("this server is not known by that Host; --allowed-host adds one")
 
 
-def _host_name(host: str) -> str | None:
-    """Without its port; None if it is no name at all."""
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
+def _host_name(host: str) -> str:
+    """Without its port; "" if it is no name at all."""
+    match = _HOST.fullmatch(host)
+    return "" if match is None else (match["address"] or match["name"]).lower()
 
 
-def _is_address(name: str | None) -> bool:
+def _is_address(name: str) -> bool:
     try:
-        ipaddress.ip_address(name or "")
+        ipaddress.ip_address(name)
     except ValueError:
         return False
     return True
@@ -147,10 +149,10 @@ def _timeout_s(request: web.Request) -> float | None:
     Raises:
         InvalidRequest: it is no number of seconds.
     """
-    if (text := request.headers.get("X-Request-Timeout")) is None:
+    if not (values := request.headers.getall("X-Request-Timeout", [])):
         return None
-    timeout_s = float(text) if _SECONDS.fullmatch(text) else 0.0
-    if not 0 < timeout_s < math.inf:
+    text = ", ".join(values)  # two are no number
+    if not _SECONDS.fullmatch(text) or not 0 < (timeout_s := float(text)) < math.inf:
         raise InvalidRequest("X-Request-Timeout must be a number of seconds above 0", "X-Request-Timeout")
     return timeout_s
 
@@ -174,7 +176,7 @@ async def _refusal(request: web.Request, error: AsyncLLMError) -> web.StreamResp
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     await add_request_id(request, response)  # no application has it yet
-    if request.body_exists or request.version not in _VERSIONS:
+    if request.body_exists or isinstance(error, Misframed):
         response.force_close()  # what follows is a body nobody reads, and no request
     return in_its_words(request, response)
 

@@ -53,9 +53,10 @@ def build_app(llm: AsyncLLM, settings: Settings | None = None) -> web.Applicatio
             web.post("/v1/responses", responses.create),
             web.post("/v1/responses/input_tokens", responses.input_tokens),
             web.get("/v1/responses", websocket.upgrade, allow_head=False),
-            web.get("/v1/responses/{id}", responses.retrieve),
+            # No HEAD: it would take the events from who follows them.
+            web.get("/v1/responses/{id}", responses.retrieve, allow_head=False),
             web.delete("/v1/responses/{id}", responses.delete),
-            web.get("/v1/responses/{id}/events", responses.events),
+            web.get("/v1/responses/{id}/events", responses.events, allow_head=False),
             web.get("/v1/responses/{id}/input_items", responses.input_items),
             web.post("/v1/responses/{id}/cancel", responses.cancel),
             web.post(anthropic.PATH, anthropic.messages),

@@ -77,7 +77,7 @@ class Door(web.RequestHandler):
         self._head_came()
         # What names this connection and is named by it would wait with it for the collector.
         self._body = EMPTY_PAYLOAD
-        if hasattr(self, "_data_received_cb"):  # a WebSocket's; older aiohttp has none
+        if hasattr(self, "_data_received_cb"):  # a WebSocket's, in aiohttp 3.14
             self._data_received_cb = None
         super().connection_lost(exc)
 

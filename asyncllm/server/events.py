@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Self
 from weakref import WeakSet
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from ..clock import CLOCK
 from ..wire.errors import error_event
@@ -137,6 +137,8 @@ class EventResponse:
             raise ConnectionResetError("the client has left")
         self._outflow = self._request.app[OUTFLOWS].open(transport)
         self.has_room = self._outflow.has_room
+        if self._request.version < HttpVersion11:
+            self._response.force_close()  # without chunks nothing else ends it
         await self._response.prepare(self._request)
         self._chunked = self._response.headers.get("Transfer-Encoding") == "chunked"  # not for HTTP/1.0
         self.begun = True

@@ -149,7 +149,7 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamRes
     ours = error.status in (400, 403, 408, 415)  # raised here, with a sentence
     message = error.text if ours else f"{error.reason}: {request.method} {request.path[:200]}"
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    headers = {"Allow": allow} if (allow := error.headers.get("Allow")) else {}
+    headers = {name: error.headers[name] for name in ("Allow", "Sec-WebSocket-Version") if name in error.headers}
     code = error.reason.lower().replace(" ", "_")
     response = _json(error.status, error_body(message or error.reason, kind, code=code), headers)
     if error.status in (400, 408):

@@ -136,9 +136,11 @@ class Responses:
 
     def disown(self, owner: object) -> None:
         """This socket is gone, and with it what was kept for its sake alone."""
-        for response_id in self._owned.pop(owner, ()):
-            live = self._by_id[response_id]
+        self._expire()
+        lives = [self._by_id[response_id] for response_id in self._owned.pop(owner, ())]
+        for live in lives:  # all, before any is noted: that lets go of what has no room
             live.owner = None
+        for live in lives:
             if live.outcome is not None:
                 self._note_over(live)
 

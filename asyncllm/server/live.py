@@ -255,8 +255,10 @@ class LiveResponse:
 
     def _end(self, sink: Sink, script: Script, data: bytes, outcome: Outcome) -> None:
         data += b"".join(script.closing(outcome))  # before it is over: where this raises the client is cut off
-        self._finish(outcome)
-        sink.end(data)
+        try:
+            self._finish(outcome)
+        finally:  # who is told of all that was said must hear the end, whatever keeping it raises
+            sink.end(data)
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcome = outcome

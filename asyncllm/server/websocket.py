@@ -10,7 +10,7 @@ import copy
 import logging
 import time
 
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import HttpVersion11, WSCloseCode, WSMsgType, web
 
 from ..errors import AsyncLLMError, Draining, InvalidRequest, QueueFull
 from ..llm import AsyncLLM
@@ -27,6 +27,10 @@ from .settings import Settings
 
 log = logging.getLogger(__name__)
 
+_OPENING = (
+    "a WebSocket opens over HTTP/1.1, without a body, with Connection: Upgrade, Sec-WebSocket-Version: 13 and a "
+    "Sec-WebSocket-Key of 16 bytes in base64"
+)
 _CLOSE_S = 2.0  # for the other side's half of the closing handshake
 
 
@@ -43,9 +47,9 @@ async def upgrade(request: web.Request) -> web.StreamResponse:
         max_msg_size=settings.max_body_bytes + 1,  # the first size that is refused
         timeout=_CLOSE_S,
     )
-    if not socket.can_prepare(request).ok:
+    if not _opens(socket, request):
         if request.headers.get("Upgrade", "").lower() == "websocket":
-            raise InvalidRequest("a WebSocket opens with version 13 and a Sec-WebSocket-Key of 16 bytes in base64")
+            raise web.HTTPBadRequest(text=_OPENING, headers={"Sec-WebSocket-Version": "13"})
         raise web.HTTPUpgradeRequired(text="GET /v1/responses is a WebSocket; for one response, POST it")
     await socket.prepare(request)
     if (transport := request.transport) is None:
@@ -65,6 +69,15 @@ async def upgrade(request: web.Request) -> web.StreamResponse:
         sockets.discard(connection)
         connection.lost(socket.close_code)
     return socket
+
+
+def _opens(socket: web.WebSocketResponse, request: web.Request) -> bool:
+    """A body would be read as frames by one and as a body by another."""
+    try:
+        is_whole = socket.can_prepare(request).ok
+    except ValueError:  # a key beyond ASCII
+        return False
+    return is_whole and not request.body_exists and request.version == HttpVersion11
 
 
 def _answer(code: int | None) -> int:

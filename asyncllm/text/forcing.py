@@ -136,6 +136,8 @@ def _schema(parameters: dict[str, Any] | None) -> str:
     schema = _NO_PARAMETERS if parameters is None else parameters
     if holds_options(schema):
         raise InvalidRequest("'x-guidance' of a function's parameters has no effect here; leave it out", "tools")
+    if schema.get("type") is None or isinstance(schema["type"], list):
+        schema = schema | {"type": "object"}  # whatever else it allows: arguments are an object
     if "properties" in schema and not _COMBINED & schema.keys():
         schema = {"additionalProperties": False} | schema
     try:

@@ -101,8 +101,9 @@ def _functions(tools: list[Tool]) -> tuple[Function, ...]:
             raise InvalidRequest("a function tool needs its 'function'", f"tools[{i}].function")
         path, parameters = f"tools[{i}].function.parameters", tool.function.parameters or {}
         refuse_options(parameters, path)
-        if parameters.get("type") in _NO_OBJECTS:  # a word that is none is the grammar's to tell
-            raise InvalidRequest("a function's parameters are a schema of type 'object'", path)
+        kinds = parameters.get("type", "object")
+        if kinds in _NO_OBJECTS or (isinstance(kinds, list) and "object" not in kinds):  # other words the grammar tells
+            raise InvalidRequest("a function's parameters are a schema of type 'object'", f"{path}.type")
         name = tool.function.name
         if not _NAME.fullmatch(name) or name in seen:
             message = f"a function's name is given once, in 1 to 64 of A-Z a-z 0-9 _ . -, not {name[:80]!r}"

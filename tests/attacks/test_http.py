@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.process import ServerProcess
 
-from .raw import JSON, Raw, replies, until_true
+from .raw import JSON, UPGRADE, Raw, replies, until_true
 
 HOST = "Host: localhost\r\n"
 BODY = json.dumps({"prompt": "x", "max_tokens": 1})
@@ -18,7 +18,7 @@ MALFORMED = {
     "not http": "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + "\x00" * 40 + "\r\n\r\n",
     "no version": f"GET /v1/models\r\n{HOST}\r\n",
     "version": f"GET /v1/models HTTP/9.9\r\n{HOST}\r\n",
-    "HTTP/2 in words": f"GET /v1/models HTTP/2.0\r\n{HOST}\r\n{HIDDEN}",
+    "HTTP/2 in words": f"GET /v1/models HTTP/2.0\r\n{HOST}\r\n",
     "method": f"G\x07T /v1/models HTTP/1.1\r\n{HOST}\r\n",
     "control in the path": f"GET /v1/\x00models HTTP/1.1\r\n{HOST}\r\n",
     "no colon": f"GET /v1/models HTTP/1.1\r\n{HOST}Nonsense\r\n\r\n",
@@ -36,8 +36,13 @@ MALFORMED = {
     "unknown coding": f"{POST}Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n{HIDDEN}",
     "coding behind chunked": f"{POST}Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n{HIDDEN}",
     "coding before chunked": f"{POST}Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n{HIDDEN}",
-    "another host in the target": f"POST http://evil.example/v1/completions HTTP/1.1\r\n{HOST}"
-    f"{JSON}Content-Length: {len(BODY)}\r\n\r\n{BODY}",
+    "no coding": f"{POST}Transfer-Encoding: \r\n\r\n{HIDDEN}",
+    "chunked in HTTP/1.0": f"{POST.replace('1.1', '1.0')}Connection: keep-alive\r\nTransfer-Encoding: chunked\r\n\r\n"
+    f"{len(BODY):x}\r\n{BODY}\r\n0\r\n\r\n{HIDDEN}",
+    "another host in the target": f"GET http://evil.example/v1/models HTTP/1.1\r\n{HOST}\r\n{HIDDEN}",
+    "a socket over HTTP/1.0": UPGRADE.replace("1.1", "1.0"),
+    "a socket's key beyond ASCII": UPGRADE.replace("AAAAAAAA", "\xff\xff"),
+    "a socket with a body": UPGRADE.replace("\r\n\r\n", "\r\nContent-Length: 5\r\n\r\n12345"),
     "no host": "GET /v1/models HTTP/1.1\r\n\r\n",
     "two hosts": f"GET /v1/models HTTP/1.1\r\n{HOST}Host: evil.example\r\n\r\n",
 }
@@ -187,6 +192,25 @@ def test_wrong_types_are_refused_on_every_route(server: ServerProcess, path: str
     with Raw(server) as raw:
         raw.send(f"POST {path} HTTP/1.1\r\n{HOST}Content-Type: {kind}\r\nContent-Length: {len(BODY)}\r\n\r\n{BODY}")
         assert raw.reply().status == 415
+
+
+def test_a_stream_to_http_1_0_ends_with_its_connection(server: ServerProcess) -> None:
+    """It has no chunks: what came behind it would be read as more of it."""
+    body = json.dumps({"prompt": "x", "max_tokens": 2, "stream": True})
+    head = f"{POST.replace('HTTP/1.1', 'HTTP/1.0')}Connection: keep-alive\r\nContent-Length: {len(body)}\r\n\r\n"
+    with Raw(server) as raw:
+        raw.send(f"{head}{body}{HIDDEN}")
+        data = raw.rest()
+    assert data.endswith(b"data: [DONE]\n\n") and data.count(b"HTTP/1.") == 1
+
+
+def test_a_head_takes_no_events_from_who_follows_them(server: ServerProcess) -> None:
+    with Raw(server) as raw:
+        for path in ("/v1/responses/resp_x/events", "/v1/responses/resp_x?stream=true"):
+            raw.send(f"HEAD {path} HTTP/1.1\r\n{HOST}\r\n")
+            assert b" 405 " in raw.until(b"\r\n\r\n").splitlines()[0]
+        raw.send(HIDDEN)
+        assert raw.reply().status == 200, "nothing but heads came before it"
 
 
 def test_expect(server: ServerProcess) -> None:

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from asyncllm.engine.budget import Budget, Terms
+from asyncllm.runner.buckets import token_buckets
 
 SIZES = (256, 512, 1024, 1536, 2048, 2560, 3072, 4096, 8192)
 QWEN3_8B = Terms(8192, 3072, break_even_context=17_000, sizes=SIZES)
@@ -45,11 +46,25 @@ def test_where_no_size_fits_the_chunk_is_what_can_be_paid() -> None:
     assert Budget(QWEN3_8B._replace(break_even_context=10), 64).take(1_000_000, 5_000) == 1, "it goes on all the same"
 
 
+def test_a_chunk_is_never_cut_to_next_to_nothing() -> None:
+    """Each of its tokens reads the whole context again, and so does the padding of a step that takes more."""
+    tight = QWEN3_8B._replace(sizes=token_buckets(8192), max_mixed_tokens=1024)
+    assert Budget(tight, 255).take(100_000, 10**6) == 116, "1 would fill 256"
+    budget = Budget(QWEN3_8B, 64)
+    assert [budget.take(*chunk) for chunk in ((0, 1000), (0, 983), (30_000, 10**6))] == [1000, 983, 381]
+
+
+def test_work_may_be_more_than_tokens() -> None:
+    small = Terms(8192, 8192, mixed_work=26_624, break_even_context=3_800)
+    assert Budget(small, 64).take(0, 10**6) == 8128 and 3_000 < Budget(small, 64).take(30_000, 10**6) < 3_500
+    assert Budget(Terms(64), 4).left == 60
+
+
 def test_any_prompts_cost_no_more_than_a_step_has() -> None:
     rng = random.Random(0)
     for _ in range(200):
         depth, num_decodes = rng.randint(1, 5000), rng.randint(1, 200)
-        budget = Budget(Terms(1024, 512, depth, SIZES), num_decodes)
+        budget = Budget(Terms(1024, 512, break_even_context=depth, sizes=SIZES), num_decodes)
         spent, num_tokens = 0.0, 0
         while budget.left:
             start = rng.randint(0, 3000)

@@ -83,6 +83,11 @@ async def test_a_clients_own_deadline(serve: Serve, stream: bool) -> None:
             "/v1/completions", {"prompt": "x", "max_tokens": 8000, "stream": stream}, headers=headers
         )
         assert (answer.status, answer.finish_reason) == (200, "length") and 0 < len(answer.text()) < 8000
+        async with served.session.post(
+            served.url + "/v1/completions", json={"prompt": "x"},
+            headers=[("X-Request-Timeout", "5"), ("X-Request-Timeout", "1")],
+        ) as twice:  # fmt: skip
+            assert twice.status == 400
         for nonsense in ("0", "-1", "nan", "inf", "soon", "1_0", "9" * 400):
             answer = await served.post("/v1/completions", {"prompt": "x"}, headers={"X-Request-Timeout": nonsense})
             assert (answer.status, answer.error["param"]) == (400, "X-Request-Timeout")

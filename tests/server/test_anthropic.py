@@ -250,7 +250,7 @@ async def test_thinking_is_told_to_the_template(serve: Serve) -> None:
         ({"output_config": {"effort": "low"}}, "output_config.effort"), ({"thinking": {"type": "x"}}, "thinking.type"),
         ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name"),
         ({"tools": [WEATHER | {"type": "x"}]}, "tools[0].type"), ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-        ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema.type"),
         ({"tools": [{"name": "f", "defer_loading": True}]}, "tools[0].defer_loading"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 1}}}}, "output_config.format.schema"),

@@ -112,3 +112,19 @@ async def test_the_shorter_kept_goes_first_whatever_ended_before_it(tokenizer: T
         kept.get(stored)
         kept.forget(kept.get(stored))
         assert kept._by_id == kept._ended == {} and kept._num_bytes == 0
+
+
+async def test_one_owner_going_late_disturbs_nobody(tokenizer: Tokenizer) -> None:
+    """What is let go while its owner goes includes its own, whose time is over: none of them is stumbled over."""
+    async with responses(tokenizer, Settings(retention_s=0.05)) as kept:
+        owner = object()
+        for _ in range(3):
+            await ended(kept, owner, store=False, resumable=True)
+        await asyncio.sleep(0.1)
+        kept.disown(owner)
+        for _ in range(3):
+            await ended(kept)
+        await asyncio.sleep(0.1)
+        with pytest.raises(ResponseNotFound):
+            kept.get("resp_x")
+        assert repr(kept) == "Responses(0, 0 ended, 0 bytes)" and kept._owned == {}

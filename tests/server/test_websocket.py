@@ -158,9 +158,12 @@ async def test_foreign_pages_and_plain_gets_are_refused(serve: Serve) -> None:
         status, body = await served.get(PATH)
         assert (status, body["error"]["code"]) == (426, "upgrade_required")
         opening = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
-        broken = opening | {"Sec-WebSocket-Key": "x"}
-        async with served.session.get(served.url + PATH, headers=broken) as response:
-            assert response.status == 400 and "Sec-WebSocket-Key" in (await response.json())["error"]["message"]
+        key = {"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}
+        lacking = {"Sec-WebSocket-Key": "x"}, key | {"Sec-WebSocket-Version": "12"}, key | {"Connection": "close"}
+        for broken in lacking:
+            async with served.session.get(served.url + PATH, headers=opening | broken) as response:
+                assert (response.status, response.headers["Sec-WebSocket-Version"]) == (400, "13")
+                assert "Connection: Upgrade" in (await response.json())["error"]["message"]
 
 
 async def test_cancel(serve: Serve) -> None:
