@@ -185,7 +185,7 @@ class AsyncLLM:
         """
         params = of_right_kinds(params)
         if params.num_choices != 1:
-            message = "a stream is one answer: submit_choices() makes several"
+            message = "a stream is one answer: choices() makes several"
             raise InvalidRequest(message, "n" if params.n != 1 else "best_of")
         return self._submit(prompt_ids, params, terms)
 

@@ -268,7 +268,7 @@ def _base_url(url: str) -> str:
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"base_url must be an http:// or https:// address, got {url!r}")
+        raise ValueError(f"a server's address, base_url, begins with http:// or https://, got {url!r}")
     return url.rstrip("/") if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1"
 
 

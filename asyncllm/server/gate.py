@@ -147,7 +147,7 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamRes
     if error.status < 400:
         raise error
     ours = error.status in (400, 403, 408, 415)  # raised here, with a sentence
-    message = error.text if ours else f"{error.reason}: {request.method} {request.path[:200]}"
+    message = error.text if ours else f"{error.reason}: {request.method} {request.path[:200]}{_hint(request, error)}"
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     headers = {name: error.headers[name] for name in ("Allow", "Sec-WebSocket-Version") if name in error.headers}
     code = error.reason.lower().replace(" ", "_")
@@ -155,6 +155,13 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamRes
     if error.status in (400, 408):
         response.force_close()  # the rest of the body may come yet, and is no request
     return response
+
+
+def _hint(request: web.Request, error: web.HTTPException) -> str:
+    if error.status == 405:
+        return f"; it takes {error.headers['Allow']}"
+    paths = {resource.canonical for resource in request.app.router.resources()}
+    return f"; it is /v1{request.path} here" if f"/v1{request.path}" in paths else ""
 
 
 def _json(status: int, body: bytes, headers: dict[str, str]) -> web.Response:

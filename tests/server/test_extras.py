@@ -269,3 +269,15 @@ async def test_prefixes_are_shared_under_one_salt_alone(serve: Serve, path: str)
             return int(usage["cache_read_input_tokens"] if cached is None else cached)
 
         assert [bool(await num_cached(salt)) for salt in ("a", "b", "a")] == [False, False, True]
+
+
+async def test_what_is_elsewhere_is_pointed_to(serve: Serve) -> None:
+    async with serve() as served:
+        told = {}
+        for path in ("/models", "/chat/completions", "/v1/chat/completions", "/nowhere"):
+            status, body = await served.get(path)
+            told[path] = status, body["error"]["message"]
+        assert told["/models"] == (404, "Not Found: GET /models; it is /v1/models here")
+        assert told["/chat/completions"][1].endswith("; it is /v1/chat/completions here")
+        assert told["/v1/chat/completions"] == (405, "Method Not Allowed: GET /v1/chat/completions; it takes POST")
+        assert told["/nowhere"] == (404, "Not Found: GET /nowhere")
