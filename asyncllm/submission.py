@@ -52,8 +52,10 @@ def as_params(
     if params is not None and fields:
         raise InvalidRequest(f"give params or {', '.join(fields)}, not both", next(iter(fields)))
     if unknown := [name for name in fields if name not in SamplingParams.__struct_fields__]:
-        known = ", ".join(SamplingParams.__struct_fields__)
+        known = ", ".join([*SamplingParams.__struct_fields__, *Terms.__annotations__])
         raise InvalidRequest(f"unknown sampling parameter {unknown[0]!r}; known are {known}", unknown[0])
+    if isinstance(fields.get("stop"), str):  # as OpenAI takes it
+        fields = fields | {"stop": (fields["stop"],)}
     return params or _converted(with_defaults(fields, defaults))
 
 

@@ -53,6 +53,12 @@ async def test_a_lagging_reader_gets_the_same_text_in_fewer_deltas(tokenizer: To
         assert list(deltas[0].token_ids) == [*said, 2]
 
 
+async def test_one_stop_string_may_stand_alone(tokenizer: Tokenizer) -> None:
+    said = tokenizer.encode("The quick brown fox jumps over the lazy dog.")
+    async with scripted_llm(tokenizer, next_token=scripted(said, after=2)) as (llm, _):
+        assert (await (await llm.generate("Hi", temperature=0, stop="own f")).result()).text == "The quick br"
+
+
 async def test_stop_string_ends_the_text_and_the_sequence(tokenizer: Tokenizer) -> None:
     said = tokenizer.encode("The quick brown fox jumps over the lazy dog.")
     async with scripted_llm(tokenizer, next_token=scripted(said, after=2)) as (llm, _):
