@@ -7,8 +7,8 @@ takes one contiguous share of the list: it may end one row, do some whole and be
 the same time, whatever the rows' lengths. Of a row that several programs share, the last to finish merges the parts.
 
 It took XQA's place, which gives every row the same number of programs. On an H200, 16 query and 8 KV heads of 128,
-us a layer, XQA against this: one row of 768 keys 8.6, 6.7; 128 rows as in burst-256 118.7, 109.8; 256 rows 217.0,
-201.8 (bandwidth's floor 204.7); one row of 32k among 15 of 500 297, 49; one of 100k among 63 881, 131.
+us a layer, XQA against this: one row of 768 keys 8.4, 6.4; 128 rows as in burst-256 127.7, 114.6; 256 rows 232.8,
+201.3; one row of 32k among 15 of 500 298, 49; one of 100k among 63 890, 133.
 """
 
 # mypy: ignore-errors
