@@ -136,10 +136,10 @@ class Responses:
 
     def disown(self, owner: object) -> None:
         """This socket is gone, and with it what was kept for its sake alone."""
-        self._expire()
         lives = [self._by_id[response_id] for response_id in self._owned.pop(owner, ())]
-        for live in lives:  # all, before any is noted: that lets go of what has no room
+        for live in lives:  # all, before any is let go
             live.owner = None
+        self._expire()
         for live in lives:
             if live.outcome is not None:
                 self._note_over(live)
@@ -164,11 +164,12 @@ class Responses:
             return
         self._uncount(live.id)
         is_kept = live.stored or live.owner is not None
-        keep_s = self._settings.retention_s if is_kept else self._settings.resume_grace_s * live.resumable
-        if not keep_s:
+        keep_s = max(self._settings.retention_s * is_kept, self._settings.resume_grace_s * live.resumable)
+        num_bytes = live.num_bytes
+        if not keep_s or num_bytes > self._settings.max_retained_bytes:  # it alone: the others would go, and it too
             self._drop(live.id)
             return
-        until_s, num_bytes = time.monotonic() + keep_s, live.num_bytes
+        until_s = time.monotonic() + keep_s
         self._ended[live.id] = (until_s, num_bytes)
         self._num_bytes += num_bytes
         heappush(self._order, (until_s, live.id))

@@ -86,9 +86,11 @@ class Lane:
 
     def end(self, data: bytes) -> None:
         """Of the Sink: the terminal event."""
-        self.write(data)
-        if self._over is not None and not self._over.done():
-            self._over.set_result(None)
+        try:
+            self.write(data)
+        finally:
+            if self._over is not None and not self._over.done():
+                self._over.set_result(None)
 
     def replaced(self) -> None:
         """Of the Sink: another connection has attached to what ran here."""

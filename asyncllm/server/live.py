@@ -130,9 +130,10 @@ class LiveResponse:
     @property
     def num_bytes(self) -> int:
         """About what keeping it takes."""
-        past = _num_chars(self._messages) + self._telling.num_chars
-        said = sum([len(piece.text) + 200 * len(piece.logprobs or ()) for piece in self._pieces])
-        return past + said + 2000
+        past = _num_bytes(self._messages) + self._telling.num_chars
+        said = sum([100 + len(piece.text) for piece in self._pieces])
+        entries = [entry for piece in self._pieces for entry in piece.logprobs or ()]
+        return past + said + sum([400 * (1 + len(entry["top_logprobs"])) for entry in entries]) + 2000
 
     def whole(self) -> dict[str, Any]:
         """The answer as an object."""
@@ -257,8 +258,12 @@ class LiveResponse:
         data += b"".join(script.closing(outcome))  # before it is over: where this raises the client is cut off
         try:
             self._finish(outcome)
-        finally:  # who is told of all that was said must hear the end, whatever keeping it raises
-            sink.end(data)
+        finally:  # who was told of all that was said must hear the end, or that there is none, whatever raises
+            try:
+                sink.end(data)
+            except BaseException:
+                sink.cut_off()
+                raise
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -290,13 +295,13 @@ class LiveResponse:
         return msgspec.structs.replace(whole, status="failed", error=_told(self.error))
 
 
-def _num_chars(value: Any) -> int:
-    """All text in it, and something for everything else."""
+def _num_bytes(value: Any) -> int:
+    """About what CPython takes for it."""
     if isinstance(value, str):
-        return len(value)
+        return 50 + len(value)
     if isinstance(value, dict):
-        return sum([_num_chars(inner) + len(key) for key, inner in value.items()])
-    return sum([_num_chars(inner) for inner in value]) if isinstance(value, list) else 8
+        return 60 + sum([100 + len(key) + _num_bytes(inner) for key, inner in value.items()])
+    return 60 + sum([8 + _num_bytes(inner) for inner in value]) if isinstance(value, list) else 30
 
 
 def _told(error: AsyncLLMError) -> dict[str, str]:

@@ -307,8 +307,12 @@ class Connection:
 
     def lost(self, close_code: int | None) -> None:
         """The socket is gone: its responses end, but resumable ones whose client did not say goodbye."""
+        said_goodbye = close_code in (WSCloseCode.OK, WSCloseCode.GOING_AWAY) and not self._draining
         for lane in self._lanes.values():
-            lane.lost(said_goodbye=close_code in (WSCloseCode.OK, WSCloseCode.GOING_AWAY) and not self._draining)
+            try:
+                lane.lost(said_goodbye=said_goodbye)
+            except Exception:  # the others run for nobody too
+                log.exception("unexpected error as a lane ends with its socket")
         self._lanes.clear()  # they name it too, and all would wait for the collector
         self.responses.disown(self)
 

@@ -3,12 +3,13 @@
 Any thread. It never knows sockets, tokens or the engine. Made from pieces as response_events.py is.
 """
 
+import json
 from typing import Any
 
 import msgspec
 import orjson
 
-from .items import CALL, REASONING, Item, Items, Logprobs, Piece, arguments_object, call_id, hex_of
+from .items import CALL, REASONING, Item, Items, Logprobs, Piece, call_id, hex_of
 from .names import Names
 from .response_events import Framing, Outcome
 
@@ -37,8 +38,10 @@ class MessageHead(msgspec.Struct, frozen=True, kw_only=True):
         return MessageEvents(self, framing)
 
     def whole(self, outcome: Outcome | None, pieces: list[Piece]) -> dict[str, Any]:
-        """The message object. A call that was cut off is left out: half an input is none to act on."""
-        told = [item for item in Items(pieces).all if not _is_cut_off(item)]
+        """The message object. A call whose input is no object, cut off or written wrongly, is none to act on, and left
+        out."""
+        items = Items(pieces).all
+        told = [item for item in items if item.kind != CALL or _has_input(item)]
         usage = _usage(outcome or Outcome(status="in_progress", num_prompt_tokens=self.num_prompt_tokens))
         return {
             "id": self.id,
@@ -46,7 +49,7 @@ class MessageHead(msgspec.Struct, frozen=True, kw_only=True):
             "role": "assistant",
             "model": self.model,
             "content": [self.block(item, whole=True) for item in told],
-            **self.stop(outcome),
+            **self.stop(outcome, items),
             "usage": usage,
         }
 
@@ -65,8 +68,8 @@ class MessageHead(msgspec.Struct, frozen=True, kw_only=True):
         """Clients send it back and some insist on one; it proves nothing here."""
         return hex_of(self.id, item.index)
 
-    def stop(self, outcome: Outcome | None) -> dict[str, str | None]:
-        """Why it ended."""
+    def stop(self, outcome: Outcome | None, items: list[Item]) -> dict[str, str | None]:
+        """Why it ended. By tool_use there is a call to act on, streamed or whole."""
         if outcome is None:
             return {"stop_reason": None, "stop_sequence": None}
         if outcome.status == "incomplete":
@@ -74,7 +77,8 @@ class MessageHead(msgspec.Struct, frozen=True, kw_only=True):
             return {"stop_reason": reason, "stop_sequence": None}
         if outcome.stop_string is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": outcome.stop_string}
-        return {"stop_reason": "tool_use" if outcome.calls else "end_turn", "stop_sequence": None}
+        calls = outcome.calls and any(_has_input(item) for item in items if item.kind == CALL)
+        return {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}
 
 
 class MessageEvents:
@@ -104,7 +108,7 @@ class MessageEvents:
         if outcome.status == "failed":
             message = (outcome.error or {}).get("message", "internal error")
             return [self._make("error", error={"type": "api_error", "message": message})]
-        delta = self._make("message_delta", delta=self._head.stop(outcome), usage=_usage(outcome))
+        delta = self._make("message_delta", delta=self._head.stop(outcome, self._items.all), usage=_usage(outcome))
         return [*self._end_block(), delta, self._make("message_stop")]
 
     def _begin_block(self) -> bytes:
@@ -136,8 +140,16 @@ _DELTAS = {"content": ("text_delta", "text"), "reasoning": ("thinking_delta", "t
 _DELTAS[CALL] = ("input_json_delta", "partial_json")
 
 
-def _is_cut_off(item: Item) -> bool:
-    return item.kind == CALL and isinstance(arguments_object(item.text), str)
+def _has_input(call: Item) -> bool:
+    """Python's own reader: the others refuse numbers and surrogates that they cannot hold, which clients may."""
+    try:
+        return isinstance(json.loads(call.text or "{}", parse_constant=_refuse), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def error_body(status: int, openai: bytes, request_id: str) -> bytes:

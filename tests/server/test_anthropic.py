@@ -326,3 +326,22 @@ def test_what_is_not_served_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         decode_messages(json.dumps({"messages": HI, "max_tokens": 1, name: {"asks": "for something"}}).encode())
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_input"),
+    [('{"z": 1e999}', True), ('{"z": "\\ud800"}', True),
+     ('{"z": 1,}', False), ("{'z': 1}", False), ('{"z": NaN}', False)],
+)  # fmt: skip
+async def test_tool_use_says_that_there_is_an_input(serve: Serve, arguments: str, is_input: bool) -> None:
+    """Streamed or whole, and whatever Python's readers of JSON can hold."""
+    said = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+    async with serve(said, template=toys.TOOLS, **LONG) as served:
+        body = {"messages": HI, "max_tokens": 200, "tools": [WEATHER]}
+        async with served.session.post(served.url + PATH, json=body) as response:
+            raw = await response.text()
+        async with served.session.post(served.url + PATH, json=body | {"stream": True}) as response:
+            streamed = await response.text()
+    reason = '"stop_reason":"tool_use"' if is_input else '"stop_reason":"end_turn"'
+    assert reason in raw and reason in streamed
+    assert (f'"input":{arguments}' in raw) == is_input

@@ -116,7 +116,7 @@ async def test_the_shorter_kept_goes_first_whatever_ended_before_it(tokenizer: T
 
 async def test_one_owner_going_late_disturbs_nobody(tokenizer: Tokenizer) -> None:
     """What is let go while its owner goes includes its own, whose time is over: none of them is stumbled over."""
-    async with responses(tokenizer, Settings(retention_s=0.05)) as kept:
+    async with responses(tokenizer, Settings(retention_s=0.05, resume_grace_s=0.05)) as kept:
         owner = object()
         for _ in range(3):
             await ended(kept, owner, store=False, resumable=True)
@@ -128,3 +128,21 @@ async def test_one_owner_going_late_disturbs_nobody(tokenizer: Tokenizer) -> Non
         with pytest.raises(ResponseNotFound):
             kept.get("resp_x")
         assert repr(kept) == "Responses(0, 0 ended, 0 bytes)" and kept._owned == {}
+
+
+async def test_one_too_large_to_keep_takes_nobodys_place(tokenizer: Tokenizer) -> None:
+    async with responses(tokenizer, Settings(max_retained_bytes=10_000)) as kept:
+        small = [await ended(kept) for _ in range(3)]
+        large = await ended(kept, metadata={f"key{i}": "x" * 500 for i in range(16)})
+        assert [kept.get(response_id).id for response_id in small] == small
+        with pytest.raises(ResponseNotFound):
+            kept.get(large)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_what_is_resumable_has_its_grace_however_briefly_others_are_kept(
+    tokenizer: Tokenizer, stored: bool
+) -> None:
+    async with responses(tokenizer, Settings(retention_s=0, resume_grace_s=30)) as kept:
+        response_id = await ended(kept, object(), store=stored, resumable=True)
+        assert kept.get(response_id).outcome is not None

@@ -279,7 +279,7 @@ async def test_what_is_not_to_be_stored_is_not(serve: Serve) -> None:
 
 
 async def test_retention_ends_by_time_and_by_bytes(serve: Serve) -> None:
-    async with serve(settings=Settings(max_retained_bytes=5000)) as served:
+    async with serve(settings=Settings(max_retained_bytes=6000)) as served:
         ids = [(await ask(served))["id"] for _ in range(4)]
         assert [(await served.get(f"{PATH}/{one}"))[0] for one in ids] == [404, 404, 200, 200]
     async with serve(settings=Settings(retention_s=0)) as served:
