@@ -240,6 +240,7 @@ async def test_the_lower_priority_goes_first(serve: Serve, path: str) -> None:
         for name, priority in (("running", 0), ("later", 5), ("sooner", -5)):
             tasks.append(await wait_in_line(served, path, priority=priority))
             tasks[-1].add_done_callback(lambda _, name=name: order.append(name))
+            await until(lambda: bool(served.runner.batches))  # the first is in before the others come
         served.runner.let_go()
         await asyncio.gather(*tasks)
         assert order == ["running", "sooner", "later"]
