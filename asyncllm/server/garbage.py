@@ -15,9 +15,9 @@ from ..llm import AsyncLLM
 LOOK_S = 0.1  # a busy server is idle for moments
 DUE_AFTER = 100  # younger collections, as many as come before a full one by default
 # A server that is never idle has a full one after so many of the middle generation all the same; 20,000 refusals
-# make 20 of those. Garbage waits for it: with 200 a mixed load of half an hour took 20 MB more.
-# Collectors without generations (3.14.0, free threads) ignore it.
-FULL_AFTER = 50
+# make 20 of those. With 50 a refusal in 12,000 waited 60 ms; little waits for it, as requests and connections hold
+# themselves in no circles. Collectors without generations (3.14.0, free threads) ignore it.
+FULL_AFTER = 200
 
 
 @contextlib.asynccontextmanager
