@@ -22,7 +22,7 @@ from . import hub, machine
 from .bridge import Inbox, Outbox
 from .config import Config, EngineConfig
 from .engine.batch import Runner
-from .engine.budget import Terms
+from .engine.budget import StepLimits
 from .engine.loop import Engine
 from .engine.scheduler import Scheduler
 from .errors import AsyncLLMError, EngineDead, InvalidRequest, ModelError
@@ -128,7 +128,7 @@ async def running(
             msgspec.structs.replace(limits, max_prompt_len=min(limits.max_prompt_len, pool_tokens)),
             page_size=config.page_size,
             num_pages=sized.num_pages,
-            terms=Terms(
+            step_limits=StepLimits(
                 sized.max_step_tokens, sized.max_mixed_tokens, sized.mixed_work, sized.break_even_context,
                 sized.step_sizes,
             ),  # fmt: skip

@@ -225,11 +225,12 @@ def _bench(args: argparse.Namespace) -> int:
         loads=tuple(plan.Load(kind=kind, value=value) for value in values),
         api_key=os.environ.get("OPENAI_API_KEY"),
     )
-    runs = list(load.bench(options))
-    for run in runs:
+    num_failed = 0
+    for run in load.bench(options):
+        num_failed += run["num_failed"]
         for error, count in run["errors"].items():
             print(f"{count} of {run['num_requests']} requests failed: {error}", file=sys.stderr)
-    return 0 if all(run["num_failed"] == 0 for run in runs) else EXIT_FAILED_REQUESTS
+    return EXIT_FAILED_REQUESTS if num_failed else 0
 
 
 def _run(main: Coroutine[Any, Any, int]) -> int:

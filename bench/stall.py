@@ -72,9 +72,9 @@ async def run(args: argparse.Namespace) -> None:
         result: dict[str, Any] = {
             name: round(statistics.median(figure[name] for figure in figures), 2) for name in figures[0]
         }
-        terms = house.engine.scheduler.terms
+        limits = house.engine.scheduler.step_limits
         sizes = {"streams": args.streams, "prompts": args.prompts, "prompt_len": args.prompt_len}
-        sizes["max_mixed_tokens"] = terms.max_mixed_tokens or terms.max_step_tokens
+        sizes["max_mixed_tokens"] = limits.max_mixed_tokens or limits.max_step_tokens
         all_longest = {"all_longest_gap_ms": [round(figure["longest_gap_ms"], 1) for figure in figures]}
         name = {"bench": "stall", "model": Path(args.model).name}
         print(json.dumps(name | result | all_longest | sizes | machine()), flush=True)

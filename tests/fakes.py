@@ -15,7 +15,7 @@ from asyncllm.bridge import Deltas as Sent
 from asyncllm.bridge import Inbox, Outbox, Submit
 from asyncllm.config import EngineConfig
 from asyncllm.engine.batch import ALL_BARRED, Batch, Logprobs, StepResult
-from asyncllm.engine.budget import Terms
+from asyncllm.engine.budget import StepLimits
 from asyncllm.engine.loop import Engine
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.llm import AsyncLLM
@@ -251,7 +251,7 @@ class House:
             self.limits,
             page_size=config.page_size,
             num_pages=config.num_pages,
-            terms=Terms(
+            step_limits=StepLimits(
                 config.max_step_tokens, config.max_mixed_tokens, config.mixed_work, config.break_even_context,
                 config.step_sizes,
             ),  # fmt: skip

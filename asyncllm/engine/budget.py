@@ -11,7 +11,7 @@ from typing import NamedTuple
 FREE_CONTEXT = 512  # the mean of a prompt of 1,024 tokens: up to that long, prompts fill a step
 
 
-class Terms(NamedTuple):
+class StepLimits(NamedTuple):
     """What bounds every step of an engine."""
 
     max_step_tokens: int
@@ -28,13 +28,13 @@ class Budget:
     in its context counts for more than one: at 100k a token of Qwen3-8B costs what seven at the start do.
     """
 
-    def __init__(self, terms: Terms, num_decodes: int) -> None:
-        self._sizes = terms.sizes
-        self._most = (terms.max_mixed_tokens or terms.max_step_tokens) if num_decodes else terms.max_step_tokens
+    def __init__(self, limits: StepLimits, num_decodes: int) -> None:
+        self._sizes = limits.sizes
+        self._most = (limits.max_mixed_tokens or limits.max_step_tokens) if num_decodes else limits.max_step_tokens
         self.left = self._most - num_decodes  # tokens
-        self._break_even = terms.break_even_context if num_decodes else 0
+        self._break_even = limits.break_even_context if num_decodes else 0
         if self._break_even:
-            self._work = (terms.mixed_work or self._most) * (1 + FREE_CONTEXT / self._break_even) - num_decodes
+            self._work = (limits.mixed_work or self._most) * (1 + FREE_CONTEXT / self._break_even) - num_decodes
 
     def take(self, start: int, num_missing: int) -> int:
         """Of a prompt that is computed up to `start`, the length of the chunk: at least 1 while any tokens are left."""

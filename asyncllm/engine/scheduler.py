@@ -11,7 +11,7 @@ import msgspec
 from ..bridge import Deltas, EngineStats
 from ..types import EngineLimits, FinishReason, Submission
 from .batch import Batch, Int32, Masker, StepResult
-from .budget import Budget, Terms
+from .budget import Budget, StepLimits
 from .cache import Cache
 from .commit import commit_rows
 from .matching import Matching, unmatched
@@ -30,12 +30,12 @@ class Scheduler:
         *,
         page_size: int,
         num_pages: int,
-        terms: Terms,
+        step_limits: StepLimits,
         prefix_cache: bool,
         masker: Masker | None,
     ) -> None:
         self.limits = limits
-        self.terms = terms
+        self.step_limits = step_limits
         self.cache = Cache(num_pages, page_size, shares_prefixes=prefix_cache)
         self.roster = Roster(self.cache, limits.max_running)
         self._matching = Matching(masker)
@@ -237,7 +237,7 @@ class Scheduler:
         num_rows = step.num_decodes = len(sequences)
         step.lengths += [1] * num_rows
         step.wants_token += [True] * num_rows
-        step.budget = Budget(self.terms, num_rows)
+        step.budget = Budget(self.step_limits, num_rows)
         return prefills
 
     def _plan_prefills(self, step: Step, prefills: list[Sequence]) -> None:

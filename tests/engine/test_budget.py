@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from asyncllm.engine.budget import Budget, Terms
+from asyncllm.engine.budget import Budget, StepLimits
 from asyncllm.runner.buckets import token_buckets
 
 SIZES = (256, 512, 1024, 1536, 2048, 2560, 3072, 4096, 8192)
-QWEN3_8B = Terms(8192, 3072, break_even_context=17_000, sizes=SIZES)
+QWEN3_8B = StepLimits(8192, 3072, break_even_context=17_000, sizes=SIZES)
 
 
 def worth(start: int, length: int, depth: int) -> float:
@@ -55,16 +55,16 @@ def test_a_chunk_is_never_cut_to_next_to_nothing() -> None:
 
 
 def test_work_may_be_more_than_tokens() -> None:
-    small = Terms(8192, 8192, mixed_work=26_624, break_even_context=3_800)
+    small = StepLimits(8192, 8192, mixed_work=26_624, break_even_context=3_800)
     assert Budget(small, 64).take(0, 10**6) == 8128 and 3_000 < Budget(small, 64).take(30_000, 10**6) < 3_500
-    assert Budget(Terms(64), 4).left == 60
+    assert Budget(StepLimits(64), 4).left == 60
 
 
 def test_any_prompts_cost_no_more_than_a_step_has() -> None:
     rng = random.Random(0)
     for _ in range(200):
         depth, num_decodes = rng.randint(1, 5000), rng.randint(1, 200)
-        budget = Budget(Terms(1024, 512, break_even_context=depth, sizes=SIZES), num_decodes)
+        budget = Budget(StepLimits(1024, 512, break_even_context=depth, sizes=SIZES), num_decodes)
         spent, num_tokens = 0.0, 0
         while budget.left:
             start = rng.randint(0, 3000)

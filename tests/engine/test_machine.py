@@ -68,9 +68,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> None:
         batch = self.scheduler.schedule() if self.scheduler.roster.live else None
         if batch is not None:
-            terms, num_rows = self.scheduler.terms, batch.num_rows
+            limits, num_rows = self.scheduler.step_limits, batch.num_rows
             is_mixed = 0 < self.scheduler._before.num_decodes < num_rows
-            assert batch.num_tokens <= max(terms.max_mixed_tokens if is_mixed else terms.max_step_tokens, num_rows)
+            assert batch.num_tokens <= max(limits.max_mixed_tokens if is_mixed else limits.max_step_tokens, num_rows)
             assert len(set(batch.slots.tolist())) == batch.num_rows and 0 not in batch.slots
             assert len({row.slot for row in batch.new_rows}) == len(batch.new_rows), "two new rows for a slot"
             self.flying.append((batch, self.house.runner.launch(batch)))
