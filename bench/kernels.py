@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncllm.attention.base import Lacking
 from asyncllm.attention.decode import Decode
-from asyncllm.models.kernels import add_norm, silu_mul
+from asyncllm.models.kernels import silu_mul
 from asyncllm.models.matvec import Norm, matvec
 
 from .burst import machine
@@ -139,25 +140,23 @@ class MatvecCase:
         self.weights = [
             (torch.randn(rows, size, device=DEVICE) * size**-0.5).to(torch.bfloat16) for _ in range(NUM_LAYERS)
         ]
-        self._norm = torch.ones(size, dtype=torch.bfloat16, device=DEVICE)
-        self._x, self._residual, self._kept = (
-            torch.randn(16, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)
-        )
+        self._x = torch.randn(16, size, dtype=torch.bfloat16, device=DEVICE)
         self._wide = torch.empty(16, rows, dtype=torch.bfloat16, device=DEVICE)
         self._out = torch.empty(16, num_out, dtype=torch.bfloat16, device=DEVICE)
 
     def ours(self) -> None:
-        norm = Norm(self._residual[:1], self._kept[:1], self._norm, 1e-6) if self._normed else None
+        norm = Norm(1e-6, 1.0) if self._normed else None
         for weight in self.weights:
-            matvec(self._x[:1], weight, None, self._out[:1], glu=self._gated, norm=norm)
+            matvec(self._x[:1], weight, None, self._out[:1], norm=norm, glu=self._gated, add=not self._normed)
 
     def cublas(self) -> None:
         for weight in self.weights:
             if self._normed:
-                add_norm(self._x, self._residual, self._norm, self._kept, 1e-6)
-            torch.mm(self._kept, weight.t(), out=self._wide)
+                torch.mm(self._x, weight.t(), out=self._wide)
+            else:
+                self._out.addmm_(self._x, weight.t())
             if self._gated:
-                silu_mul(self._wide, self._out)
+                silu_mul(self._wide, Lacking(self._x, 1e-6, 1.0, None), self._out)
 
 
 def one_token() -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The seam between models and attention: Rows (which tokens of which slots), Attention, HostPlan, Plan.
+"""The seam between models and attention: Rows (which tokens of which slots), Attention, HostPlan, Plan, Lacking.
 
 GPU thread. It never knows sampling, weights or how a model names its layers.
 """
@@ -34,6 +34,15 @@ class Rows(NamedTuple):
     @property
     def last_tokens(self) -> Int64:
         return np.cumsum(self.lengths) - 1  # [num_rows]
+
+
+class Lacking(NamedTuple):
+    """What a product of rows that were not normed before it is still to get: gain / rms(row), then the bias."""
+
+    rows: Tensor  # [num_tokens, in_features] 16-bit, device
+    eps: float
+    gain: float
+    bias: Tensor | None  # [out_features], device
 
 
 class Plan(Protocol):

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .base import Int64
+from .base import Int64, Lacking
 from .decode import Decode
 from .kernels import rotate_and_store
 
@@ -219,12 +219,12 @@ class PagedAttention:
         return self._prefill.captured
 
     def store(
-        self, layer: int, qkv: Tensor, q: Tensor, norm_weight: Tensor | None, eps: float, cos_sin: Tensor,
-        slots: Tensor, positions: Tensor,
+        self, layer: int, qkv: Tensor, lacking: Lacking | None, q: Tensor, norm_weight: Tensor | None, eps: float,
+        cos_sin: Tensor, slots: Tensor, positions: Tensor,
     ) -> None:  # fmt: skip
         """Rotated queries to q [num_tokens, num_heads, head_dim], keys and values to their pages."""
         rotate_and_store(
-            qkv, q, self._layers[layer].pages, norm_weight, eps, cos_sin, slots, positions, self._page_table
+            qkv, lacking, q, self._layers[layer].pages, norm_weight, eps, cos_sin, slots, positions, self._page_table
         )  # fmt: skip
 
     def plan_decode(self, tables: Tensor, seq_lens: Tensor) -> None:

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..attention.base import Lacking
+
 
 @functools.cache
 def pdl() -> dict[str, bool]:
@@ -31,59 +33,63 @@ def enter(PDL: tl.constexpr):
 
 
 @triton.jit
-def _add_norm(
-    x, residual, weight, out, at, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """out[row] = norm(residual[i] + x[i]) with i = row, the sum kept in residual; or i = at[row], nothing kept."""
-    enter(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    source = tl.load(at + row).to(tl.int64) if GATHER else row
+def row_scale(row, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """1 / rms of one row."""
     column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    total = tl.load(residual + source * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(x + source * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    total = total.to(residual.dtype.element_ty)  # rounded as the stream of residuals is, in every path
-    if not GATHER:
-        tl.store(residual + source * SIZE + column, total, mask=inside)
-    total = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(total * total, 0) / SIZE + eps)
-    normed = total * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + column, normed.to(out.dtype.element_ty), mask=inside)
-
-
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
-    """residual += x; out = rms_norm(residual) * weight. All [num_tokens, hidden_size] bf16, device."""
-    size = x.shape[1]
-    _add_norm[(x.shape[0],)](x, residual, weight, out, x, eps, size, triton.next_power_of_2(size), False, **pdl(),
-                             num_warps=_warps(size))  # fmt: skip
-
-
-def add_norm_rows(x: Tensor, residual: Tensor, at: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
-    """out[i] = rms_norm(residual[at[i]] + x[at[i]]) * weight, for the rows that want a token.
-
-    at: [num_rows] int32, device; out: [num_rows, hidden_size].
-    """
-    size = x.shape[1]
-    _add_norm[(out.shape[0],)](x, residual, weight, out, at, eps, size, triton.next_power_of_2(size), True, **pdl(),
-                               num_warps=_warps(size))  # fmt: skip
+    x = tl.load(row + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
 
 
 @triton.jit
-def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _norm_rows(x, at, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    enter(PDL)
+    row = tl.program_id(0)
+    source = x + tl.load(at + row).to(tl.int64) * SIZE
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    normed = tl.load(source + column, mask=inside, other=0.0).to(tl.float32) * row_scale(source, eps, SIZE, BLOCK)
+    normed *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * SIZE + column, normed.to(out.dtype.element_ty), mask=inside)
+
+
+def norm_rows(x: Tensor, at: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
+    """out[i] = rms_norm(x[at[i]]) * weight. x: [num_tokens, size] bf16, device; at: [num_rows] int32, device."""
+    size = x.shape[1]
+    _norm_rows[(out.shape[0],)](
+        x, at, weight, out, eps, size, triton.next_power_of_2(size), **pdl(), num_warps=4 if size <= 2048 else 8
+    )  # fmt: skip
+
+
+@triton.jit
+def _silu_mul(
+    gate_up, rows, bias, out, eps, gain,
+    IN: tl.constexpr, IN_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     gate = tl.load(gate_up + row * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    scale = row_scale(rows + row * IN, eps, IN, IN_BLOCK) * gain
+    gate *= scale
+    up *= scale
+    if HAS_BIAS:
+        gate += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias + SIZE + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + column, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+def silu_mul(gate_up: Tensor, lacking: Lacking, out: Tensor) -> None:
     """gate_up: [num_tokens, 2 * size] bf16, device -> out: [num_tokens, size]."""
-    size = out.shape[1]
-    _silu_mul[(out.shape[0], triton.cdiv(size, 1024))](gate_up, out, size, 1024, **pdl(), num_warps=4)
+    rows, eps, gain, bias = lacking
+    size, hidden = out.shape[1], triton.next_power_of_2(rows.shape[1])
+    block = min(max(hidden, 1024), 4096)  # each program reads a whole row of `rows`: about as much as it writes
+    _silu_mul[(out.shape[0], triton.cdiv(size, block))](
+        gate_up, rows, gate_up if bias is None else bias, out, eps, gain, IN=rows.shape[1],
+        IN_BLOCK=hidden, SIZE=size, BLOCK=block, HAS_BIAS=bias is not None, **pdl(), num_warps=8 if block > 2048 else 4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -117,7 +123,3 @@ def _launch_move_rows(source: Tensor, target: Tensor, at: Tensor, count: Tensor,
     _move_rows[(len(at), triton.cdiv(size, 1024))](
         source, target, at, count, SIZE=size, BLOCK=1024, GATHER=gather, **pdl(), num_warps=4
     )  # fmt: skip
-
-
-def _warps(size: int) -> int:
-    return 4 if size <= 2048 else 8

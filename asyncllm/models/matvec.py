@@ -21,23 +21,20 @@ from .kernels import enter, pdl
 
 
 class Norm(NamedTuple):
-    """Of the sum of a residual and a linear's input."""
+    """What is left of a norm whose weight is in the linear's: the input is multiplied by gain / rms."""
 
-    residual: Tensor  # [1, in_features], device
-    kept: Tensor  # [1, in_features]: where the sum goes; other memory than `residual`
-    weight: Tensor  # [in_features]
     eps: float
+    gain: float
 
 
 @triton.jit
 def _matvec(
-    x, residual, kept, norm_weight, weight, bias, out, eps, num_out,
+    x, weight, bias, out, eps, gain, num_out,
     IN: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, NORM: tl.constexpr, GLU: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_OUT outputs. With GLU `weight` holds the gates' rows, then the ups'."""
-    program = tl.program_id(0)
-    row = program * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     column = tl.arange(0, BLOCK_IN)
     at = weight + row.to(tl.int64)[:, None] * IN + column[None, :]
     up_at = at + num_out.to(tl.int64) * IN
@@ -53,13 +50,7 @@ def _matvec(
         i = begin + column
         a = tl.load(x + i, mask=i < IN, other=0.0).to(tl.float32)
         if NORM:
-            a += tl.load(residual + i, mask=i < IN, other=0.0).to(tl.float32)
-            rounded = a.to(kept.dtype.element_ty)  # as the stream of residuals is, in every path
-            if program == 0:
-                tl.store(kept + i, rounded, mask=i < IN)
-            a = rounded.to(tl.float32)
             squares += a * a
-            a *= tl.load(norm_weight + i, mask=i < IN, other=0.0).to(tl.float32)
         now = tile.to(tl.float32)
         ahead = inside & (i + BLOCK_IN < IN)[None, :]
         tile = tl.load(at + begin + BLOCK_IN, mask=ahead, other=0.0)
@@ -68,32 +59,38 @@ def _matvec(
             up_now = up_tile.to(tl.float32)
             up_tile = tl.load(up_at + begin + BLOCK_IN, mask=ahead, other=0.0)
             up_sums += up_now * a[None, :]
-    scale = tl.rsqrt(tl.sum(squares, 0) / IN + eps) if NORM else 1.0  # of the whole row: a factor of every product
+    # Of the whole row: a factor of every product.
+    scale = tl.rsqrt(tl.sum(squares, 0) / IN + eps) * gain if NORM else 1.0
     result = tl.sum(sums, 1) * scale
     if HAS_BIAS:
         result += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)
     if GLU:
-        result = result / (1 + tl.exp(-result)) * (tl.sum(up_sums, 1) * scale)
+        up = tl.sum(up_sums, 1) * scale
+        if HAS_BIAS:
+            up += tl.load(bias + num_out + row, mask=row < num_out, other=0.0).to(tl.float32)
+        result = result / (1 + tl.exp(-result)) * up
+    if ADD:
+        result += tl.load(out + row, mask=row < num_out, other=0.0).to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < num_out)
 
 
 def matvec(
     x: Tensor,  # [1, in_features] 16-bit, device
     weight: Tensor,  # [out_features, in_features], device; with glu the gates' rows, then the ups'
-    bias: Tensor | None,
+    bias: Tensor | None,  # [out_features]
     out: Tensor,  # [1, out_features], with glu half of it
     *,
-    glu: bool = False,  # out = silu(gate) * up
-    norm: Norm | None = None,
+    norm: Norm | None = None,  # of x, before anything else
+    glu: bool = False,  # silu(gate) * up
+    add: bool = False,  # to what `out` holds
 ) -> None:
-    """out = linear(x), or linear(rms_norm(residual + x)) with `norm`."""
     size, num_out = x.shape[1], out.shape[1]
-    residual, kept, norm_weight, eps = norm or (x, x, x, 0.0)
+    eps, gain = norm or (0.0, 1.0)
     block_out, block_in, num_warps = _blocks(size, num_out, glu)
     _matvec[(triton.cdiv(num_out, block_out),)](
-        x, residual, kept, norm_weight, weight, x if bias is None else bias, out, eps, num_out,
-        IN=size, BLOCK_OUT=block_out, BLOCK_IN=min(block_in, triton.next_power_of_2(size)),
-        NORM=norm is not None, GLU=glu, HAS_BIAS=bias is not None, **pdl(), num_warps=num_warps,
+        x, weight, x if bias is None else bias, out, eps, gain, num_out, IN=size, BLOCK_OUT=block_out,
+        BLOCK_IN=min(block_in, triton.next_power_of_2(size)), NORM=norm is not None, GLU=glu, ADD=add,
+        HAS_BIAS=bias is not None, **pdl(), num_warps=num_warps,
     )  # fmt: skip
 
 

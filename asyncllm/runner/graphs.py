@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from ..attention.base import Lacking
 from ..attention.flashinfer import PagedAttention
 from ..attention.kernels import cos_sin_table
 from ..config import EngineConfig
@@ -69,7 +70,7 @@ class GraphRunner:
         self._q = device.zeros((frame.max_tokens, num_heads, head_dim), dtype)
         self._attended = device.zeros((frame.max_tokens, num_heads, head_dim), dtype)
         num_rows = max(MIN_ROWS, frame.max_rows)
-        widths = num_heads * head_dim, model.hidden_size, model.hidden_size
+        widths = num_heads * head_dim, model.hidden_size
         self._drawing = Drawing(
             frame.rows, frame.meta[k.NUM_ROWS : k.NUM_ROWS + 1],
             *(device.zeros((num_rows, width), dtype) for width in widths),
@@ -427,19 +428,18 @@ class GraphRunner:
         tables, seq_lens = frame.tables[:num_decodes], frame.seq_lens[:num_decodes]
         buffers = Buffers(*(buffer[:num_tokens] for buffer in self._buffers))
         q, attended = self._q[:num_tokens], self._attended[:num_tokens]
-        first_norm = model.decoder.blocks[0].attention_norm
         k.unpack(frame.ring, frame.counter, frame.meta, frame.state, frame.slots, frame.positions)
         k.gather(
             frame.meta, frame.counter, frame.token_pool, frame.page_table, slots, positions, model.decoder.embedding,
-            first_norm.weight, first_norm.eps, buffers.residual, buffers.normed, tables, seq_lens, frame.page_size,
+            buffers.residual, tables, seq_lens, frame.page_size,
         )  # fmt: skip
 
         if num_decodes:
             self._attention.plan_decode(tables, seq_lens)
 
-        def attend(layer: int, qkv: Tensor, norm: RMSNorm | None) -> Tensor:
+        def attend(layer: int, qkv: Tensor, lacking: Lacking | None, norm: RMSNorm | None) -> Tensor:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            self._attention.store(layer, qkv, q, weight, eps, self._cos_sin, slots, positions)
+            self._attention.store(layer, qkv, lacking, q, weight, eps, self._cos_sin, slots, positions)
             if num_decodes:
                 self._attention.decode(layer, q[:num_decodes], attended[:num_decodes])
             if has_prefill:  # after decode, whose padding rows are prompt tokens here
@@ -450,7 +450,7 @@ class GraphRunner:
 
     def _ends_early(self, shape: Shape) -> bool:
         """Whether its last block is computed for the rows that draw alone: few tokens cost as little as those."""
-        return shape.num_tokens >= 2 * len(self._drawing.x)
+        return shape.num_tokens >= 2 * len(self._drawing.residual)
 
 
 def build_graph_runner(

@@ -90,11 +90,11 @@ def unpack(
 
 @triton.jit(do_not_specialize=["num_tables"])  # else three compilations for one
 def _gather(
-    meta, counter, token_pool, page_table, slots, positions, embedding, weight, residual, normed, tables, seq_lens,
-    eps, max_len, max_pages, num_tables,
+    meta, counter, token_pool, page_table, slots, positions, embedding, residual, tables, seq_lens,
+    max_len, max_pages, num_tables,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADER_DECODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: its embedding and first norm; for a decode row also its pages, side by side, and its length."""
+    """One token: its embedding; for a decode row also its pages, side by side, and its length."""
     enter(PDL)
     token = tl.program_id(0)
     slot = tl.load(slots + token).to(tl.int64)
@@ -105,12 +105,7 @@ def _gather(
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     x = tl.load(embedding + token_id * SIZE + column, mask=inside, other=0.0)
-    at = token.to(tl.int64) * SIZE + column
-    tl.store(residual + at, x, mask=inside)
-    x = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
-    x = x * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + at, x.to(normed.dtype.element_ty), mask=inside)
+    tl.store(residual + token.to(tl.int64) * SIZE + column, x, mask=inside)
     if token < num_tables:
         # A token that is no decode row reads one zero of the dummy page: a row of length 0 would be nobody's share.
         decodes = token < tl.load(meta + HEADER_DECODES)
@@ -132,18 +127,15 @@ def gather(
     slots: Tensor,  # [num_tokens] int32, device
     positions: Tensor,
     embedding: Tensor,  # [vocab_size, hidden_size] bf16, device
-    weight: Tensor,  # [hidden_size]: of the first block's norm
-    eps: float,
     residual: Tensor,  # [num_tokens, hidden_size] bf16, device
-    normed: Tensor,
     tables: Tensor,  # [num_decodes padded, max_pages] int32, device
     seq_lens: Tensor,  # [num_decodes padded] int32, device
     page_size: int,
 ) -> None:
     size = embedding.shape[1]
     _gather[(slots.shape[0],)](
-        meta, counter, token_pool, page_table, slots, positions, embedding, weight, residual, normed, tables, seq_lens,
-        eps, token_pool.shape[1], page_table.shape[1], seq_lens.shape[0],
+        meta, counter, token_pool, page_table, slots, positions, embedding, residual, tables, seq_lens,
+        token_pool.shape[1], page_table.shape[1], seq_lens.shape[0],
         SIZE=size, BLOCK=triton.next_power_of_2(size), PAGE_SIZE=page_size, HEADER_DECODES=NUM_DECODES, **pdl(),
         num_warps=4 if size <= 2048 else 8,
     )  # fmt: skip

@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from asyncllm.attention.base import Lacking
 from asyncllm.attention.kernels import cos_sin_table, rotate_and_store
 from asyncllm.engine.batch import ALL_BARRED, NO_TOKEN
-from asyncllm.models.kernels import add_norm, add_norm_rows, put_rows, silu_mul, take_rows
+from asyncllm.models.kernels import norm_rows, put_rows, silu_mul, take_rows
 from asyncllm.models.matvec import Norm, matvec
 from asyncllm.runner import kernels as k
 from asyncllm.runner.cutoff import NUM_KEYS, find_cuts
@@ -28,25 +29,27 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert error < 6e-3, f"relative error {error:.2e}"
 
 
+def scale(rows: torch.Tensor, gain: float) -> torch.Tensor:
+    return gain * torch.rsqrt(rows.float().square().mean(-1, keepdim=True) + 1e-6)
+
+
 @pytest.mark.parametrize("size", [64, 896, 1024, 4096])
-def test_add_norm(size: int) -> None:
-    x, residual, weight = random(37, size, seed=1), random(37, size, seed=2), random(size, seed=3)
-    out, total = torch.empty_like(x), (x.float() + residual.float()).to(torch.bfloat16)
-    normed = F.rms_norm(total.float(), (size,), weight.float(), 1e-6)
+def test_norm_rows(size: int) -> None:
+    x, weight = random(37, size, scale=9.0, seed=1), random(size, seed=3)
     at = torch.tensor([36, 0, 5], dtype=torch.int32, device=DEVICE)
     rows = torch.empty(3, size, dtype=x.dtype, device=DEVICE)
-    add_norm_rows(x, residual, at, weight, rows, 1e-6)
-    add_norm(x, residual, weight, out, 1e-6)
-    assert torch.equal(residual, total)
-    close(out, normed)
-    close(rows, normed[[36, 0, 5]])
+    norm_rows(x, at, weight, rows, 1e-6)
+    close(rows, F.rms_norm(x.float(), (size,), weight.float(), 1e-6)[[36, 0, 5]])
 
 
-@pytest.mark.parametrize("size", [160, 3072, 12288])
-def test_silu_mul(size: int) -> None:
+@pytest.mark.parametrize("size,hidden", [(160, 64), (3072, 1024), (12288, 4096), (8960, 1536)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_silu_mul(size: int, hidden: int, bias: bool) -> None:
     x, out = random(19, 2 * size), torch.empty(19, size, dtype=torch.bfloat16, device=DEVICE)
-    silu_mul(x, out)
-    close(out, F.silu(x[:, :size].float()) * x[:, size:].float())
+    rows, offset = random(19, hidden, scale=40.0, seed=1), random(2 * size, seed=2) if bias else None
+    silu_mul(x, Lacking(rows, 1e-6, 64.0, offset), out)
+    whole = x.float() * scale(rows, 64.0) + (0 if offset is None else offset.float())
+    close(out, F.silu(whole[:, :size]) * whole[:, size:])
 
 
 @pytest.mark.parametrize("size", [64, 896, 4096])
@@ -62,27 +65,29 @@ def test_rows_are_taken_and_put_back(size: int) -> None:
 
 @pytest.mark.parametrize("size,num_out", [(64, 256), (896, 1152), (1024, 4096), (3072, 1024), (12288, 4096)])
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("glu,bias", [(False, False), (False, True), (True, False)])
-def test_matvec(size: int, num_out: int, norm: bool, glu: bool, bias: bool) -> None:
-    x, residual, norm_weight = random(1, size, seed=1), random(1, size, seed=2), random(size, seed=3)
-    weight = random(num_out * (2 if glu else 1), size, scale=size**-0.5, seed=4)
-    offset = random(num_out, seed=5) if bias else None
-    kept, out = torch.empty_like(x), torch.empty(1, num_out, dtype=torch.bfloat16, device=DEVICE)
-    matvec(x, weight, offset, out, glu=glu, norm=Norm(residual, kept, norm_weight, 1e-6) if norm else None)
-    if norm:
-        x = (x.float() + residual.float()).to(torch.bfloat16)
-        assert torch.equal(kept, x)
-        x = F.rms_norm(x.float(), (size,), norm_weight.float(), 1e-6)
-    expected = F.linear(x.float(), weight.float(), None if offset is None else offset.float())
-    close(out, F.silu(expected[:, :num_out]) * expected[:, num_out:] if glu else expected)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("glu,add", [(False, False), (False, True), (True, False)])
+def test_matvec(size: int, num_out: int, norm: bool, bias: bool, glu: bool, add: bool) -> None:
+    x, wide = random(1, size, scale=3.0, seed=1), num_out * (2 if glu else 1)
+    weight, offset = random(wide, size, scale=size**-0.5, seed=4), random(wide, seed=5) if bias else None
+    out = random(1, num_out, seed=6)
+    expected = F.linear(x.float() * (scale(x, 4.0) if norm else 1), weight.float())
+    expected += 0 if offset is None else offset.float()
+    expected = F.silu(expected[:, :num_out]) * expected[:, num_out:] if glu else expected
+    expected += out.float() if add else 0
+    matvec(x, weight, offset, out, norm=Norm(1e-6, 4.0) if norm else None, glu=glu, add=add)
+    close(out, expected)
 
 
-@pytest.mark.parametrize("heads,kv_heads,head_dim", [(16, 8, 128), (32, 8, 128), (4, 2, 64), (8, 8, 64), (14, 2, 64)])
+@pytest.mark.parametrize("heads,kv_heads,head_dim", [(16, 8, 128), (32, 8, 128), (4, 2, 64), (9, 3, 64), (14, 2, 64)])
 @pytest.mark.parametrize("norm", [False, True])
-def test_rotate_and_store(heads: int, kv_heads: int, head_dim: int, norm: bool) -> None:
-    num_tokens, page_size = 33, 64
-    qkv = random(num_tokens, (heads + 2 * kv_heads) * head_dim)
+@pytest.mark.parametrize("lacks", ["nothing", "scale", "bias"])
+def test_rotate_and_store(heads: int, kv_heads: int, head_dim: int, norm: bool, lacks: str) -> None:
+    num_tokens, page_size, width = 33, 64, (heads + 2 * kv_heads) * head_dim
+    qkv = random(num_tokens, width)
     weight = random(heads + kv_heads, head_dim, seed=1) if norm else None
+    rows, bias = random(num_tokens, 320, scale=20.0, seed=2), random(width, seed=3) if lacks == "bias" else None
+    lacking = None if lacks == "nothing" else Lacking(rows, 1e-6, 16.0, bias)
     angles = torch.rand(512, head_dim // 2, device=DEVICE) * 6
     cos, sin = torch.cat((angles.cos(),) * 2, -1)[:, None], torch.cat((-angles.sin(), angles.sin()), -1)[:, None]
     slots = torch.arange(num_tokens, dtype=torch.int32, device=DEVICE)  # slot 0 pads
@@ -90,9 +95,10 @@ def test_rotate_and_store(heads: int, kv_heads: int, head_dim: int, norm: bool) 
     table = torch.randperm(8 * num_tokens, device=DEVICE).to(torch.int32).view(num_tokens, 8) + 1
     pages = torch.zeros(8 * num_tokens + 1, 2, kv_heads, page_size, head_dim, dtype=torch.bfloat16, device=DEVICE)
     q_out = torch.empty(num_tokens, heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
-    rotate_and_store(qkv, q_out, pages, weight, 1e-6, cos_sin_table(cos, sin), slots, positions, table)
+    rotate_and_store(qkv, lacking, q_out, pages, weight, 1e-6, cos_sin_table(cos, sin), slots, positions, table)
 
-    x = qkv.view(num_tokens, -1, head_dim).float()
+    x = qkv.float() * (1 if lacking is None else scale(rows, 16.0)) + (0 if bias is None else bias.float())
+    x = x.view(num_tokens, -1, head_dim)
     qk, v = x[:, : heads + kv_heads], x[:, heads + kv_heads :]
     if weight is not None:
         qk = F.rms_norm(qk, (head_dim,), None, 1e-6) * weight.float()
@@ -102,7 +108,7 @@ def test_rotate_and_store(heads: int, kv_heads: int, head_dim: int, norm: bool) 
     for token in range(1, num_tokens):
         page, offset = table[token, positions[token] // page_size], positions[token] % page_size
         close(pages[page, 0, :, offset], qk[token, heads:])
-        assert torch.equal(pages[page, 1, :, offset].float(), v[token])
+        close(pages[page, 1, :, offset], v[token])
         pages[page, :, :, offset] = 0
     assert not pages.any(), "something else was written"
 
