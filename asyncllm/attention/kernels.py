@@ -82,26 +82,26 @@ def _rotate_and_store(
     low, high = _rotated(
         heads, norm_weight, bias, head, column, inside, scale, cos, sin, eps, HEAD_DIM, HAS_NORM, HAS_BIAS
     )  # fmt: skip
+    key_low, key_high = _rotated(
+        heads, norm_weight, bias, NUM_HEADS + kv_head, column, there & here[None, :], scale, cos, sin, eps, HEAD_DIM,
+        HAS_NORM, HAS_BIAS,
+    )  # fmt: skip
+    wide = tl.arange(0, 2 * HALF)
+    filled = there & (wide < HEAD_DIM)[None, :]
+    value_at = (NUM_HEADS + NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + wide[None, :]
+    value = tl.load(heads + value_at, mask=filled, other=0.0).to(tl.float32) * scale
+    if HAS_BIAS:
+        value += tl.load(bias + value_at, mask=filled, other=0.0).to(tl.float32)
     at = q_out + token * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + column[None, :]
     tl.store(at, low.to(q_out.dtype.element_ty), mask=inside)
     tl.store(at + HEAD_DIM // 2, high.to(q_out.dtype.element_ty), mask=inside)
     if slot != 0:  # slot 0 pads: page 0 keeps its zeros, so that no padding row can ever make a NaN there
         page = tl.load(page_table + slot.to(tl.int64) * max_pages + position // PAGE_SIZE).to(tl.int64)
-        key_low, key_high = _rotated(
-            heads, norm_weight, bias, NUM_HEADS + kv_head, column, there & here[None, :], scale, cos, sin, eps,
-            HEAD_DIM, HAS_NORM, HAS_BIAS,
-        )  # fmt: skip
-        key_at = pages + page * page_stride + (kv_head * head_stride + position % PAGE_SIZE * HEAD_DIM)[:, None]
-        low_at = key_at + column[None, :]
-        tl.store(low_at, key_low.to(pages.dtype.element_ty), mask=there & here[None, :])
-        tl.store(low_at + HEAD_DIM // 2, key_high.to(pages.dtype.element_ty), mask=there & here[None, :])
-        wide = tl.arange(0, 2 * HALF)
-        filled = there & (wide < HEAD_DIM)[None, :]
-        source = (NUM_HEADS + NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + wide[None, :]
-        value = tl.load(heads + source, mask=filled, other=0.0).to(tl.float32) * scale
-        if HAS_BIAS:
-            value += tl.load(bias + source, mask=filled, other=0.0).to(tl.float32)
-        tl.store(key_at + value_offset + wide[None, :], value.to(pages.dtype.element_ty), mask=filled)
+        store_at = pages + page * page_stride + (kv_head * head_stride + position % PAGE_SIZE * HEAD_DIM)[:, None]
+        key_at = store_at + column[None, :]
+        tl.store(key_at, key_low.to(pages.dtype.element_ty), mask=there & here[None, :])
+        tl.store(key_at + HEAD_DIM // 2, key_high.to(pages.dtype.element_ty), mask=there & here[None, :])
+        tl.store(store_at + value_offset + wide[None, :], value.to(pages.dtype.element_ty), mask=filled)
 
 
 def rotate_and_store(
