@@ -1,6 +1,6 @@
 """Triton: what stands between the qkv projection and attention, in one pass over it.
 
-GPU thread. It never knows sampling, batches or weights other than the head norm's.
+GPU thread. It never knows sampling, batches or weights other than the head norm's and the projection's bias.
 """
 
 # mypy: ignore-errors

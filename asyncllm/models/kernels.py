@@ -1,4 +1,4 @@
-"""Triton: the small operators of a decoder block, fused so that each tensor is read once.
+"""Triton: what stands between a decoder's products.
 
 GPU thread. They never know pages, slots or why a token is computed.
 """
