@@ -1,6 +1,6 @@
 """The seam between models and attention: Rows (which tokens of which slots), Attention, HostPlan, Plan, Lacking.
 
-GPU thread. It never knows sampling, weights or how a model names its layers.
+GPU thread. It never knows sampling, how a model names its layers, or of its weights more than a projection's bias.
 """
 
 from collections.abc import Callable

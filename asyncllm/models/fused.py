@@ -48,7 +48,7 @@ class Drawing(NamedTuple):
 class FusedDecoder:
     """The same numbers as Decoder, up to rounding, in fewer kernels: 5 a layer besides attention's.
 
-    No norm is a kernel. Its weight is folded into the product behind it, whose rows can then wait for their
+    No block's norm is a kernel. Its weight is folded into the product behind it, whose rows can then wait for their
     1 / rms: the kernel that reads the product multiplies by it. And the products that end a block's halves add to
     the residual themselves. An add + norm took 3 to 4 us twice a layer, and with 3,000 tokens 28.
     """
@@ -61,6 +61,10 @@ class FusedDecoder:
         """
         self.decoder = decoder
         plain(decoder.head)
+        for block in decoder.blocks:  # all of them, before any is changed
+            attention, feed_forward = block.attention, block.feed_forward
+            for linear in (attention.qkv, attention.output, feed_forward.gate_up, feed_forward.down):
+                plain(linear)
         self._norms = [
             (
                 _fold(block.attention_norm, plain(block.attention.qkv)),

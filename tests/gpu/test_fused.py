@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.attention.base import Lacking
+from asyncllm.attention.kernels import rotate_and_store
 from asyncllm.models.config import ModelConfig
 from asyncllm.models.fused import MIN_ROWS, Buffers, Drawing, FusedDecoder
 from asyncllm.models.layers import Decoder, Placement, PlainLinear, RMSNorm
@@ -55,13 +56,16 @@ def test_it_computes_what_the_decoder_does(
     model = FusedDecoder(decoder)
     after = decoder(ids, positions, plan).float()
 
+    # Token i is at position 0 of page i + 1.
+    pages_of = torch.arange(num_tokens + 1, dtype=torch.int32, device=DEVICE)[:, None]
+    zeros = torch.zeros(num_tokens, dtype=torch.int32, device=DEVICE)
+    cos_sin = torch.ones(1, config.head_dim, device=DEVICE)
+    pages = torch.zeros(num_tokens + 1, 2, config.num_kv_heads, 16, config.head_dim, dtype=dtype, device=DEVICE)
+    q = torch.empty(num_tokens, config.num_heads, config.head_dim, dtype=dtype, device=DEVICE)
+
     def attend(layer: int, qkv: Tensor, lacking: Lacking | None, norm: RMSNorm | None) -> Tensor:
-        whole = qkv.float()
-        if lacking is not None:
-            rows, eps, gain, bias = lacking
-            whole *= gain * torch.rsqrt(rows.float().square().mean(-1, keepdim=True) + eps)
-            whole += 0 if bias is None else bias
-        v = whole.to(dtype).view(num_tokens, -1, config.head_dim)[:, -config.num_kv_heads :]
+        rotate_and_store(qkv, lacking, q, pages, None, 0.0, cos_sin, pages_of[1:, 0], zeros, pages_of)
+        v = pages[1:, 1, :, 0]
         return plan.run(layer, v, v, v)
 
     buffers = model.buffers(num_tokens)
