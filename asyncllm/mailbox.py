@@ -27,6 +27,13 @@ BYTES_PER_UNREAD_TOKEN = 36
 class Mailbox:
     """Owned by the registry of AsyncLLM, not by the reader: a Stream that is dropped takes nothing with it."""
 
+    # Between two tokens of a stream the caches have seen every other: what counts is how many lines it lies in.
+    __slots__ = (
+        "_detokenizer", "_due", "_last", "_logprobs", "_mark", "_num_chars", "_num_spelled", "_prompt_logprobs",
+        "_spans", "_stop", "_text", "_token", "_token_ids", "_unread", "ended", "progress", "reader", "seen_s",
+        "submission",
+    )  # fmt: skip
+
     def __init__(self, submission: Submission, detokenizer: Detokenizer, stop: StopMatcher | None, pace: Pace) -> None:
         self.submission = submission
         self._last: Delta | None = None
@@ -38,6 +45,7 @@ class Mailbox:
         self._detokenizer = detokenizer
         self._stop = stop
         self._mark = pace.mark
+        self._due = pace.due
         self._token_ids: list[int] = []
         self._num_spelled = 0  # of these, already in _text
         self._text: list[str] = []
@@ -61,14 +69,18 @@ class Mailbox:
     # -- from the engine --
 
     def add_token(self, token: Token) -> bool:
-        """deliver() of a plain token, which nearly all are."""
+        """deliver() of a plain token, which nearly all are; Pace.settle() is to be called after the last."""
         if self._stop is not None or self.ended:
             return self.deliver(plain_delta(*token))
         is_first = self._token is None and self._last is None
         self._token, self._unread = token, True
         self._token_ids.append(token[1])
-        if (reader := self.reader) is not None and (is_first or not reader.dirty):
-            self._mark(reader, at_once=is_first)
+        if (reader := self.reader) is not None:
+            if is_first:
+                self._mark(reader, at_once=True)
+            elif not reader.dirty:
+                reader.dirty = True
+                self._due.append(reader)
         return False
 
     def deliver(self, delta: Delta) -> bool:
@@ -128,11 +140,24 @@ class Mailbox:
         """What the unread output takes here, about."""
         return BYTES_PER_UNREAD_TOKEN * len(self._token_ids)
 
+    def take_more(self) -> str | None:
+        """take_text(), for who asks for nothing else; None, and nothing is taken, once `last` is terminal."""
+        if self.ended:
+            return None
+        if len(self._token_ids) != 1 or self._num_spelled or self._text:
+            return self.take_text()
+        self._unread = False
+        try:
+            return self._detokenizer.push_one(self._token_ids.pop())
+        except Exception as error:
+            self._break(error)
+            return ""
+
     def take_text(self) -> str:
         """All unread text; the ids are dropped. The state beside it is in `last`."""
         self._unread = False
         try:
-            if not self._num_spelled and not self._text:  # nearly always
+            if not self._num_spelled and not self._text:
                 ids, self._token_ids = self._token_ids, []
                 return self._detokenizer.push(ids)
             self._spell()
@@ -218,7 +243,7 @@ class Mailbox:
             if self._spans is None:
                 self._text.append(self._detokenizer.push(new))
             else:
-                self._text += [self._tracked(self._detokenizer.push((token_id,))) for token_id in new]
+                self._text += [self._tracked(self._detokenizer.push_one(token_id)) for token_id in new]
             self._num_spelled = len(self._token_ids)
 
     def _tracked(self, text: str) -> str:
@@ -238,7 +263,7 @@ class Mailbox:
         # The stop id itself is counted but not shown, special or not, unless a request names it and asks for it.
         if delta.finish_reason is FinishReason.STOP and token_id == delta.token_ids[-1] and not self._shows(token_id):
             return ""
-        return self._detokenizer.push((token_id,))
+        return self._detokenizer.push_one(token_id)
 
     def _shows(self, stop_id: int) -> bool:
         params = self.submission.params

@@ -138,29 +138,40 @@ class Registry:
         get, now_s = self.mailboxes.get, time.monotonic()
         since_s, num_since = 0.0, 0  # rows whose last token came with the same step stand together
         for entry in entries:
-            request_id = entry[0][0] if isinstance(entry, tuple) else entry.request_id
-            mailbox = get(request_id)
-            if mailbox is None:
+            if isinstance(entry, tuple):  # nearly always
+                if (mailbox := get(entry[0][0])) is None:
+                    continue
+                if mailbox.add_token(entry):
+                    self._finish(mailbox)
+            elif (mailbox := get(entry.request_id)) is None:
                 self._note_overrun(entry)
                 continue
-            if isinstance(entry, Progress):
+            elif isinstance(entry, Progress):
                 mailbox.note_progress(entry)
                 continue
-            if isinstance(entry, tuple) or entry.token_ids:
-                if mailbox.seen_s != since_s:
-                    self.totals.add_gap(now_s, since_s, num_since)
-                    since_s, num_since = mailbox.seen_s, 0
-                num_since += 1
-                mailbox.seen_s = now_s
-            stopped = mailbox.add_token(entry) if isinstance(entry, tuple) else mailbox.deliver(entry)
-            if stopped and (isinstance(entry, tuple) or entry.finish_reason is None):
-                self._finishing.add(request_id)
-                self._inbox.put(Finish(request_id))
-            if mailbox.ended:
-                self._forget(request_id)
+            else:
+                if mailbox.deliver(entry) and entry.finish_reason is None:
+                    self._finish(mailbox)
+                elif mailbox.ended:
+                    self._forget(entry.request_id)
+                if not entry.token_ids:
+                    continue
+            if mailbox.seen_s != since_s:
+                self.totals.add_gap(now_s, since_s, num_since)
+                since_s, num_since = mailbox.seen_s, 0
+            num_since += 1
+            mailbox.seen_s = now_s
         self.totals.add_gap(now_s, since_s, num_since)
+        self.pace.settle()
 
-    def _note_overrun(self, delta: Delta | Progress | Token) -> None:
+    def _finish(self, mailbox: Mailbox) -> None:
+        """Its text has ended it, of which the engine is to hear."""
+        request_id = mailbox.submission.request_id
+        self._finishing.add(request_id)
+        self._inbox.put(Finish(request_id))
+        self._forget(request_id)
+
+    def _note_overrun(self, delta: Delta | Progress) -> None:
         """The engine's own end of a sequence that a stop string ended here has the times of it."""
         if isinstance(delta, Delta) and delta.finish_reason is not None and delta.request_id in self._finishing:
             self._finishing.remove(delta.request_id)

@@ -29,8 +29,9 @@ class Stream:
         self._done = False
         self.request_id = mailbox.submission.request_id
         self.num_prompt_tokens = len(mailbox.submission.prompt_ids)
-        # All text that has come since, for who listens. Bound here, as it is called for each token.
+        # All text that has come since, for who listens.
         self.take_text: Callable[[], str] = mailbox.take_text
+        self.take_more = mailbox.take_more  # the same while more is to come
         self.take_details = mailbox.take_details  # what is told of it beside, to be taken first
         self.track_spans = mailbox.track_spans  # before the first token, by who reads by take_spans()
         self.take_spans = mailbox.take_spans  # in place of take_text() and take_details()

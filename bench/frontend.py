@@ -129,18 +129,19 @@ async def serve_ours(args: argparse.Namespace) -> None:
         inbox=inbox, outbox=outbox, limits=limits, tokenizer=words(), chat_template=template, model_name="fake",
         pace=args.pace,
     )  # fmt: skip
-    rows: dict[str, int] = {}
+    rows: dict[str, list[Any]] = {}  # what is told of each, as the engine keeps it too, and how many tokens it has
 
     def step(word: int) -> None:
         for message in inbox.drain():
             if isinstance(message, Submit):
-                rows[message.submission.request_id] = 0
+                name = message.submission.request_id
+                rows[name] = [(name, 1, 0), 0]
             elif isinstance(message, Abort):
                 rows.pop(message.request_id, None)
         tokens: list[Token] = []
-        for name in rows:
-            rows[name] = count = rows[name] + 1
-            tokens.append(((name, 1, 0), word, count))
+        for row in rows.values():
+            row[1] += 1
+            tokens.append((row[0], word, row[1]))
         if tokens:
             outbox.put(Deltas(tokens))
 

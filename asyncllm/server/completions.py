@@ -197,6 +197,11 @@ async def _stream(
 class Answer:
     """The choices of one streamed request, as the Reader that turns their text into events."""
 
+    __slots__ = (
+        "_choices", "_flowing", "_hides_output", "_num_choices", "_open", "_opens", "_pads", "_response", "_streams",
+        "_take_more", "_text_event", "_usage_always", "dirty", "error", "woken",
+    )  # fmt: skip
+
     def __init__(
         self,
         response: EventResponse,
@@ -220,8 +225,9 @@ class Answer:
         first = chunks[0]
         is_plain = not isinstance(first, DetailedChoice) and not pads
         self._hides_output = isinstance(first, DetailedChoice) and first.hides_output
-        self._only = streams[0] if len(streams) == 1 and not usage_always and is_plain else None
-        self._only_chunks = chunks[0]
+        is_plain = is_plain and len(streams) == 1 and not usage_always
+        self._take_more = streams[0].take_more if is_plain else None  # of the only choice, where its text is all
+        self._text_event = first.text
         self._flowing = False
         self._opens = num_choices > 1  # all choices in their order, before the first text: openai's helper wants it so
         for stream in streams:
@@ -242,10 +248,11 @@ class Answer:
             self._note_end()
             self._wake()
             return True
-        has_room = self._response.has_room()
-        if has_room and self._only is not None and not self._only.ended:  # nearly always
-            if text := self._only.take_text():
-                self._response.write(self._only_chunks.text(text))
+        outflow = self._response.outflow
+        has_room = outflow is None or not outflow.may_be_full or outflow.has_room()
+        if has_room and self._take_more is not None and (text := self._take_more()) is not None:  # nearly always
+            if text:
+                self._response.write(self._text_event(text))
             return True
         if self._note_end():  # the end does not wait for the socket here: end() does, with a timeout
             return True
@@ -257,7 +264,7 @@ class Answer:
 
     def cut_off(self) -> None:
         """Of the Reader: none of the text is to be asked for again, and the task gets an error to end with."""
-        self.error, self._only = AsyncLLMError("internal error"), None
+        self.error, self._take_more = AsyncLLMError("internal error"), None
         self._open.clear()
         if self._response.begun:
             self._response.cut_off()

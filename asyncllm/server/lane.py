@@ -44,6 +44,11 @@ class Order:
 class Lane:
     """One line of responses, in order, as the Sink of the one that runs."""
 
+    __slots__ = (
+        "_connection", "_order", "_over", "_task", "cut_off", "framing", "give_patience", "has_room", "queue",
+        "running", "stream_id", "write",
+    )  # fmt: skip
+
     def __init__(self, connection: "Connection", stream_id: str | None) -> None:
         self.stream_id = stream_id
         self.framing: Framing = SocketFrames(stream_id)  # of what runs

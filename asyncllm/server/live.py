@@ -78,6 +78,12 @@ class LiveResponse:
     The pieces are kept as they were sent, so that every event can be said again with its number.
     """
 
+    __slots__ = (
+        "_cancelled", "_flows", "_grace", "_is_plain", "_messages", "_on_over", "_pieces", "_reader", "_script",
+        "_settings", "_sink", "_stream", "_telling", "_told", "caller", "dirty", "error", "id", "is_warm_up",
+        "outcome", "over", "owner", "resumable", "stored",
+    )  # fmt: skip
+
     def __init__(
         self,
         telling: Telling,
@@ -115,6 +121,7 @@ class LiveResponse:
         self._sink: Sink | None = None
         self._script: Script | None = None
         self._told: Progress | None = None
+        self._flows = False  # plain text, and some has been sent: nothing but text comes before the end
         self._cancelled = False
         self._grace: asyncio.TimerHandle | None = None
         stream.listen(self)
@@ -204,7 +211,15 @@ class LiveResponse:
         """Turn unread text into a piece, and say it."""
         if self.outcome is not None or (stream := self._stream) is None:
             return True
-        ended, sink, script = stream.ended, self._sink, self._script
+        sink, script = self._sink, self._script
+        if self._flows and sink is not None and script is not None and sink.has_room():  # nearly always
+            text = stream.take_more()
+            if text:
+                self._pieces.append(Piece(CONTENT, text))
+                sink.write(script.more(text))
+            if text is not None:
+                return True
+        ended = stream.ended
         if sink is None or script is None:
             if ended:
                 self._pieces += self._take_pieces()
@@ -213,11 +228,6 @@ class LiveResponse:
         if not ended and not sink.has_room():
             sink.give_patience(stream.num_unread_bytes)
             return False
-        if self._is_plain and not ended and stream.progress is self._told:  # nearly always
-            if text := stream.take_text():
-                self._pieces.append(Piece(CONTENT, text))
-                sink.write(b"".join(script.say(CONTENT, text)))
-            return True
         data = b"" if stream.progress is self._told else self._progress(script)
         for piece in self._take_pieces():
             data += b"".join(script.say(piece.kind, piece.text, piece.logprobs))
@@ -226,6 +236,7 @@ class LiveResponse:
             self._end(sink, script, data, self._outcome())
         elif data:
             sink.write(data)
+            self._flows = self._is_plain and bool(self._pieces)
         return True
 
     def cut_off(self) -> None:

@@ -135,6 +135,11 @@ SOCKETS = web.AppKey("sockets", Sockets)
 class Connection:
     """One socket: its lanes, and the frames that go out in one write a step, however many lanes had something."""
 
+    __slots__ = (
+        "_closing", "_draining", "_frames", "_lanes", "_num_bytes", "_opened_s", "_outflow", "_rates", "_settings",
+        "_socket", "active", "dirty", "has_room", "llm", "num_busy", "responses",
+    )  # fmt: skip
+
     def __init__(
         self,
         llm: AsyncLLM,
@@ -176,10 +181,10 @@ class Connection:
 
     def push(self, frames: bytes) -> None:
         """Send frames with whatever else this step has for this socket: at once, if no other lane could have any."""
-        if self._outflow.transport.is_closing():
-            return
         if self.num_busy <= 1 and not self._frames:
-            self.llm.pace.write(self._outflow.transport, frames)
+            self.llm.pace.write((self._outflow, frames))
+            return
+        if self._outflow.transport.is_closing():
             return
         self._frames.append(frames)
         self._num_bytes += len(frames)
@@ -192,8 +197,8 @@ class Connection:
             return False
         data = self._frames[0] if len(self._frames) == 1 else b"".join(self._frames)
         self._frames, self._num_bytes = [], 0
-        if data and not self._outflow.transport.is_closing():
-            self.llm.pace.write(self._outflow.transport, data)
+        if data:
+            self.llm.pace.write((self._outflow, data))
         return True
 
     def cut_off(self) -> None:

@@ -25,6 +25,9 @@ class Detokenizer(Protocol):
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these ids complete; "" while a character is open."""
 
+    def push_one(self, token_id: int) -> str:
+        """push() of a single id, as nearly all are."""
+
     def finish(self) -> str:
         """What is still held, as it must be shown: "" or one U+FFFD."""
 
@@ -53,6 +56,11 @@ class TableDetokenizer:
         self._tail = data[used:]
         return text
 
+    def push_one(self, token_id: int) -> str:
+        if not self._tail and token_id < self._num_ids and (data := self._spell(token_id)).isascii():
+            return data.decode()
+        return self.push((token_id,))
+
     def finish(self) -> str:
         text, _ = utf_8_decode(self._tail, "replace", True)
         self._tail = b""
@@ -75,13 +83,9 @@ class StreamDetokenizer:
         self._held: list[int] = []
 
     def push(self, token_ids: Iterable[int]) -> str:
-        return "".join([self._step(token_id) for token_id in token_ids])
+        return "".join([self.push_one(token_id) for token_id in token_ids])
 
-    def finish(self) -> str:
-        held, self._held = self._held, []
-        return "\ufffd" if held and self._backend.decode(held, skip_special_tokens=self._skip) else ""
-
-    def _step(self, token_id: int) -> str:
+    def push_one(self, token_id: int) -> str:
         try:
             text = self._stream.step(self._backend, token_id)
         except KeyboardInterrupt:
@@ -93,6 +97,10 @@ class StreamDetokenizer:
             return str(text)
         self._held.append(token_id)
         return self._flush() if len(self._held) > MAX_HELD_TOKENS else ""
+
+    def finish(self) -> str:
+        held, self._held = self._held, []
+        return "\ufffd" if held and self._backend.decode(held, skip_special_tokens=self._skip) else ""
 
     def _flush(self) -> str:
         held, self._held = self._held, []

@@ -95,13 +95,16 @@ class MessageEvents:
         return [self._make("message_start", message=self._head.whole(None, []))]
 
     def say(self, kind: str, text: str, logprobs: Logprobs | None = None) -> list[bytes]:
-        if kind == self._said_by:  # nearly every event there is
-            self._items.all[-1].parts.append(text)
-            return [self._say_delta(text)]
+        if kind == self._said_by:
+            return [self.more(text)]
         events = self._end_block()
         self._items.add(kind, text)
         events.append(self._begin_block())
         return events if kind == CALL else [*events, self._say_delta(text)]
+
+    def more(self, text: str) -> bytes:
+        self._items.all[-1].parts.append(text)
+        return self._say_delta(text)
 
     def closing(self, outcome: Outcome) -> list[bytes]:
         """A failure is told by one event, whatever was open."""

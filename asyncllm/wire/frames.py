@@ -6,15 +6,17 @@ Any thread; sans-I/O. It never knows sockets or what a message says.
 import os
 
 TEXT, CLOSE, PING, PONG = 1, 8, 9, 10
+# Payloads from here on have their length in two bytes, and in eight. TEXT_HEAD: what stands before those two.
+SHORT_FRAME, LONG_FRAME, TEXT_HEAD = 126, 1 << 16, b"\x81\x7e"
 
 
 def text_frame(payload: bytes) -> bytes:
     """One TEXT frame (RFC 6455, 5.2). Many can be joined into one write, which aiohttp's writer cannot."""
     num = len(payload)
-    if num < 126:
+    if num < SHORT_FRAME:
         return b"\x81%c%b" % (num, payload)
-    if num < 1 << 16:
-        return b"\x81\x7e%b%b" % (num.to_bytes(2), payload)
+    if num < LONG_FRAME:
+        return b"".join((TEXT_HEAD, num.to_bytes(2), payload))
     return b"\x81\x7f%b%b" % (num.to_bytes(8), payload)
 
 

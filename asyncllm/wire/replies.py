@@ -86,7 +86,7 @@ class Chunks:
     def text(self, text: str, usage: Usage | None = None) -> bytes:
         """The event of one piece of text; the first one opens the choice."""
         if self._begun and usage is None:  # nearly always
-            return b"%b%b%b" % (self._prefix, orjson.dumps(text), self._end)
+            return b"".join((self._prefix, orjson.dumps(text), self._end))
         prefix = self._prefix if self._begun else self._first
         self._begun = True
         return b"%b%b%b%b" % (prefix, orjson.dumps(text), self._suffix, chunk_end(usage))

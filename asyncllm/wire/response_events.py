@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 import orjson
 
-from .frames import text_frame
+from .frames import LONG_FRAME, SHORT_FRAME, TEXT_HEAD, text_frame
 from .items import CALL, CONTENT, REASONING, Item, Items, Logprobs, Piece, call_id, hex_of
 from .names import RESPONSE_NAMES, Names
 
@@ -42,11 +42,16 @@ class EventStream:
 class SocketFrames:
     """WebSocket frames of one lane, whose name each event repeats; the default lane has none."""
 
+    __slots__ = ("_end",)
+
     def __init__(self, stream_id: str | None) -> None:
         self._end = b"}" if stream_id is None else b',"stream_id":%b}' % orjson.dumps(stream_id)
 
     def event(self, kind: bytes, number: int, body: bytes) -> bytes:
-        return text_frame(body + self._end)
+        num_bytes = len(body) + len(self._end)
+        if num_bytes < SHORT_FRAME or num_bytes >= LONG_FRAME:
+            return text_frame(body + self._end)
+        return b"".join((TEXT_HEAD, num_bytes.to_bytes(2), body, self._end))  # nearly always, in one copy
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,12 +175,17 @@ class Script(Protocol):
     def say(self, kind: str, text: str, logprobs: Logprobs | None = None) -> list[bytes]:
         """The events of the next piece."""
 
+    def more(self, text: str) -> bytes:
+        """The one event of a piece of the last one's kind, as nearly all are; it has no log probabilities."""
+
     def closing(self, outcome: Outcome) -> list[bytes]:
         """What follows the last piece."""
 
 
 class Events:
     """One response's Script in one framing."""
+
+    __slots__ = ("_delta", "_delta_head", "_delta_kind", "_event", "_head", "_items", "_number", "_parts", "_said_by")
 
     def __init__(self, head: Head, framing: Framing) -> None:
         self._head = head
@@ -191,13 +201,16 @@ class Events:
         return [self._make(kind, response=response) for kind in ("response.created", "response.in_progress")]
 
     def say(self, kind: str, text: str, logprobs: Logprobs | None = None) -> list[bytes]:
-        if kind == self._said_by and logprobs is None:  # nearly every event there is
-            self._parts.append(text)
-            return [self._say_delta(text)]
+        if kind == self._said_by and logprobs is None:
+            return [self.more(text)]
         events = self._end_item("completed") if kind != self._said_by else []
         if self._items.add(kind, text, logprobs):
             events += self._begin_item()
         return events if kind == CALL else [*events, self._say_delta(text, logprobs)]
+
+    def more(self, text: str) -> bytes:
+        self._parts.append(text)
+        return self._say_delta(text)
 
     def closing(self, outcome: Outcome) -> list[bytes]:
         """A failed response is closed by one event, whatever was open; so is a warm-up, where nothing is."""

@@ -158,43 +158,43 @@ async def test_a_reader_in_this_process_whose_flush_raises_is_told_and_its_seque
     assert len(caplog.records) == 2  # of flush, and of its own cut_off
 
 
-class Transport:
-    """A transport; `broken`: its write raises."""
+class Connection:
+    """A Writer; `broken`: its write raises."""
 
     def __init__(self, *, broken: bool) -> None:
-        self.broken, self.written, self.is_aborted = broken, b"", False
+        self.broken, self.written, self.is_cut_off = broken, b"", False
 
     def write(self, data: bytes) -> None:
         if self.broken:
             raise RuntimeError("bug")
         self.written += data
 
-    def abort(self) -> None:
-        self.is_aborted = True
+    def cut_off(self) -> None:
+        self.is_cut_off = True
 
 
 class Writing:
-    """A reader that writes to a transport."""
+    """A reader that writes to a connection."""
 
-    def __init__(self, pace: Pace, transport: Transport) -> None:
-        self.dirty, self.pace, self.transport = False, pace, transport
+    def __init__(self, pace: Pace, connection: Connection) -> None:
+        self.dirty, self.pace, self.connection = False, pace, connection
 
     def flush(self) -> bool:
-        self.pace.write(self.transport, b"x")  # type: ignore[arg-type]
+        self.pace.write((self.connection, b"x"))
         return True
 
     def cut_off(self) -> None:
         raise AssertionError("its flush has not raised")
 
 
-async def test_a_transport_whose_write_raises_is_aborted_and_the_others_are_written_to() -> None:
+async def test_a_connection_whose_write_raises_is_cut_off_and_the_others_are_written_to() -> None:
     pace = Pace(asyncio.get_running_loop())
-    transports = [Transport(broken=i == 1) for i in range(4)]
+    connections = [Connection(broken=i == 1) for i in range(4)]
     for _ in range(2):
-        for transport in transports:
-            pace.mark(Writing(pace, transport), at_once=False)
-        await until(lambda: all(one.written for one in transports if not one.broken))
-    await until(lambda: transports[-1].written == b"xx")
-    assert [one.is_aborted for one in transports] == [False, True, False, False]
-    assert [one.written for one in transports] == [b"xx", b"", b"xx", b"xx"]
+        for connection in connections:
+            pace.mark(Writing(pace, connection), at_once=False)
+        await until(lambda: all(one.written for one in connections if not one.broken))
+    await until(lambda: connections[-1].written == b"xx")
+    assert [one.is_cut_off for one in connections] == [False, True, False, False]
+    assert [one.written for one in connections] == [b"xx", b"", b"xx", b"xx"]
     pace.close()

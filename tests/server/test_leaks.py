@@ -46,8 +46,8 @@ LAYERS = (
     "server.websocket.Connection.take", "server.admin.json_response",
     "wire.requests.decode", "wire.requests.chat_params", "wire.replies._reply", "wire.replies.Chunks.text",
     "wire.replies.Chunks.finish", "wire.parted.PartedChunks._make", "wire.response_events.Events.say",
-    "wire.response_events.Events.opening", "wire.response_events.Events.closing", "wire.response_events.text_frame",
-    "wire.details.put_in", "server.completions.template_messages",
+    "wire.response_events.Events.opening", "wire.response_events.Events.closing",
+    "wire.response_events.SocketFrames.event", "wire.details.put_in", "server.completions.template_messages",
     "text.chat.ChatTemplate.render", "text.tokenizer.Tokenizer.encode", "text.tokenizer.Tokenizer.encode_rendered",
     "text.detokenizer.TableDetokenizer.push", "text.detokenizer.TableDetokenizer.finish",
     "text.stop.StopMatcher.push", "text.answer.AnswerParser.push", "text.answer.AnswerParser.finish",
@@ -55,15 +55,16 @@ LAYERS = (
     "text.grammars.Masker.accept",
     "llm.AsyncLLM.submit", "llm.AsyncLLM.encode_chat", "admission.Admission.enter", "admission.Admission.leave",
     "registry.Registry.submit", "registry.Registry._deliver", "mailbox.Mailbox.deliver", "mailbox.Mailbox.add_token",
-    "pace.Pace.write", "pace.Pace.step", "totals.Totals.add",
+    "mailbox.Mailbox.take_more", "server.events.Outflow.write", "server.events.Outflow.has_room",
+    "text.detokenizer.TableDetokenizer.push_one", "pace.Pace.settle", "pace.Pace.step", "totals.Totals.add",
     "engine.scheduler.Scheduler.submit", "engine.scheduler.Scheduler.schedule", "engine.scheduler.Scheduler.commit",
     "engine.roster.Roster.enter", "engine.cache.Cache.place", "engine.loop.Engine._launch",
     "jinja2.Template.generate",
 )  # fmt: skip
 # Bookkeeping, and the engine's own: everybody hears, and the process ends.
 ENDS_THE_ENGINE = (
-    "text.grammars.Masker.accept", "engine.", "registry.Registry._deliver", "mailbox.Mailbox.", "pace.Pace.step",
-    "totals.", "admission.",
+    "text.grammars.Masker.accept", "engine.", "registry.Registry._deliver", "mailbox.Mailbox.deliver",
+    "mailbox.Mailbox.add_token", "pace.Pace.", "totals.", "admission.",
 )  # fmt: skip
 
 

@@ -33,7 +33,9 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 def joined(detokenizer: Detokenizer, ids: list[int], cut: int = 1) -> str:
-    parts = [detokenizer.push(ids[i : i + cut]) for i in range(0, len(ids), cut)]
+    """Single ids as they come one a step, which have a way of their own."""
+    groups = [ids[i : i + cut] for i in range(0, len(ids), cut)]
+    parts = [detokenizer.push_one(*group) if len(group) == 1 else detokenizer.push(group) for group in groups]
     return "".join(parts) + detokenizer.finish()
 
 
