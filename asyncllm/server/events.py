@@ -170,10 +170,6 @@ class EventResponse:
         self._chunked = self._response.headers.get("Transfer-Encoding") == "chunked"  # not for HTTP/1.0
         self.begun = True
 
-    def has_room(self) -> bool:
-        """As Outflow's."""
-        return self.outflow is None or self.outflow.has_room()
-
     def give_patience(self, num_unread_bytes: int) -> None:
         """As Outflow's."""
         if self.outflow is not None:
@@ -225,5 +221,5 @@ class EventResponse:
             await asyncio.wait([over], timeout=every_s or None)
             if not over.done() and every_s:
                 await self.begin()
-                if self.has_room():
+                if self.outflow is None or self.outflow.has_room():
                     self.write(_KEEP_ALIVE)

@@ -13,6 +13,7 @@ from ..wire.requests import StreamOptions, wants_obfuscation
 from ..wire.response_events import Framing, SocketFrames
 from ..wire.responses import Update, decode_attach, decode_response
 from .completions import check_model
+from .events import Outflow
 from .live import LiveResponse
 
 if TYPE_CHECKING:  # which makes its lanes
@@ -45,7 +46,7 @@ class Lane:
     """One line of responses, in order, as the Sink of the one that runs."""
 
     __slots__ = (
-        "_connection", "_order", "_over", "_task", "cut_off", "framing", "give_patience", "has_room", "queue",
+        "_connection", "_order", "_over", "_task", "cut_off", "framing", "give_patience", "outflow", "queue",
         "running", "stream_id", "write",
     )  # fmt: skip
 
@@ -55,7 +56,7 @@ class Lane:
         self.queue: deque[Order] = deque()
         self.running: LiveResponse | None = None
         self.write = connection.push
-        self.has_room = connection.has_room
+        self.outflow: Outflow | None = connection.outflow
         self.give_patience = connection.give_patience
         self.cut_off = connection.cut_off
         self._connection = connection

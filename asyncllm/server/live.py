@@ -16,6 +16,7 @@ from ..wire import items
 from ..wire.items import CONTENT, Piece
 from ..wire.names import Names
 from ..wire.response_events import Events, EventStream, Framing, Outcome, Script, all_events
+from .events import Outflow
 from .parting import Parting
 from .saying import PieceReader, TellLogprobs
 from .settings import Settings
@@ -29,8 +30,9 @@ class Sink(Protocol):
     @property
     def framing(self) -> Framing: ...
 
-    def has_room(self) -> bool:
-        """Whether text may be written."""
+    @property
+    def outflow(self) -> Outflow | None:
+        """Whether it has room decides whether text may be written; None: it may."""
 
     def give_patience(self, num_unread_bytes: int) -> None:
         """It has no room, and this much waits for it; a client that takes too long is cut off."""
@@ -79,9 +81,9 @@ class LiveResponse:
     """
 
     __slots__ = (
-        "_cancelled", "_flows", "_grace", "_is_plain", "_messages", "_on_over", "_pieces", "_reader", "_script",
-        "_settings", "_sink", "_stream", "_telling", "_told", "caller", "dirty", "error", "id", "is_warm_up",
-        "outcome", "over", "owner", "resumable", "stored",
+        "_cancelled", "_grace", "_is_plain", "_messages", "_on_over", "_pieces", "_reader", "_script",
+        "_settings", "_sink", "_stream", "_take_more", "_telling", "_told", "caller", "dirty", "error", "id",
+        "is_warm_up", "outcome", "over", "owner", "resumable", "stored",
     )  # fmt: skip
 
     def __init__(
@@ -121,7 +123,8 @@ class LiveResponse:
         self._sink: Sink | None = None
         self._script: Script | None = None
         self._told: Progress | None = None
-        self._flows = False  # plain text, and some has been sent: nothing but text comes before the end
+        # Its stream's, once plain text has been sent: nothing but more of it comes before the end.
+        self._take_more: Callable[[], str | None] | None = None
         self._cancelled = False
         self._grace: asyncio.TimerHandle | None = None
         stream.listen(self)
@@ -209,23 +212,23 @@ class LiveResponse:
 
     def flush(self) -> bool:
         """Turn unread text into a piece, and say it."""
-        if self.outcome is not None or (stream := self._stream) is None:
+        if (stream := self._stream) is None:  # it is over
             return True
         sink, script = self._sink, self._script
-        if self._flows and sink is not None and script is not None and sink.has_room():  # nearly always
-            text = stream.take_more()
-            if text:
-                self._pieces.append(Piece(CONTENT, text))
-                sink.write(script.more(text))
-            if text is not None:
-                return True
-        ended = stream.ended
         if sink is None or script is None:
-            if ended:
+            if stream.ended:
                 self._pieces += self._take_pieces()
                 self._finish(self._outcome())
             return True
-        if not ended and not sink.has_room():
+        outflow = sink.outflow
+        has_room = outflow is None or not outflow.may_be_full or outflow.has_room()
+        if has_room and self._take_more is not None and (text := self._take_more()) is not None:  # nearly always
+            if text:
+                self._pieces.append(Piece(CONTENT, text))
+                sink.write(script.more(text))
+            return True
+        ended = stream.ended
+        if not ended and not has_room:
             sink.give_patience(stream.num_unread_bytes)
             return False
         data = b"" if stream.progress is self._told else self._progress(script)
@@ -236,7 +239,7 @@ class LiveResponse:
             self._end(sink, script, data, self._outcome())
         elif data:
             sink.write(data)
-            self._flows = self._is_plain and bool(self._pieces)
+            self._take_more = stream.take_more if self._is_plain and self._pieces else None
         return True
 
     def cut_off(self) -> None:
@@ -278,7 +281,8 @@ class LiveResponse:
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self._sink = self._script = self._stream = self._reader = None  # the prompt's ids go with the stream
+        # The prompt's ids go with the stream.
+        self._sink = self._script = self._stream = self._reader = self._take_more = None
         if not self.over.done():
             self.over.set_result(None)
         self._on_over(self)

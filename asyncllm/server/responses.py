@@ -14,7 +14,7 @@ from ..wire.response_events import EventStream, Framing
 from ..wire.response_input import as_items
 from ..wire.responses import decode_response
 from .completions import check_model
-from .events import EventResponse
+from .events import EventResponse, Outflow
 from .gate import LLM, json_response, read_body, read_request
 from .kept import RESPONSES
 from .live import LiveResponse
@@ -119,8 +119,9 @@ class EventSink:
         self._response = response
         self._rest = b""
 
-    def has_room(self) -> bool:
-        return self._response.has_room()
+    @property
+    def outflow(self) -> Outflow | None:
+        return self._response.outflow
 
     def write(self, data: bytes) -> None:
         if self._response.begun:

@@ -136,8 +136,8 @@ class Connection:
     """One socket: its lanes, and the frames that go out in one write a step, however many lanes had something."""
 
     __slots__ = (
-        "_closing", "_draining", "_frames", "_lanes", "_num_bytes", "_opened_s", "_outflow", "_rates", "_settings",
-        "_socket", "active", "dirty", "has_room", "llm", "num_busy", "responses",
+        "_closing", "_draining", "_frames", "_lanes", "_num_bytes", "_opened_s", "_pace", "_rates", "_settings",
+        "_socket", "active", "dirty", "llm", "num_busy", "outflow", "responses",
     )  # fmt: skip
 
     def __init__(
@@ -151,13 +151,13 @@ class Connection:
     ) -> None:
         self.dirty = False
         self.llm = llm
+        self._pace = llm.pace
         self.responses = responses
         self.active = asyncio.Semaphore(settings.max_active_per_socket)
         self._settings = settings
         self._socket = socket
         self._rates = rates
-        self._outflow = outflow
-        self.has_room = self._outflow.has_room
+        self.outflow = outflow
         self._frames: list[bytes] = []
         self._num_bytes = 0
         self.num_busy = 0  # lanes at work
@@ -177,33 +177,33 @@ class Connection:
         return self._num_bytes
 
     def give_patience(self, num_unread_bytes: int) -> None:
-        self._outflow.give_patience(self._num_bytes + num_unread_bytes)
+        self.outflow.give_patience(self._num_bytes + num_unread_bytes)
 
     def push(self, frames: bytes) -> None:
         """Send frames with whatever else this step has for this socket: at once, if no other lane could have any."""
         if self.num_busy <= 1 and not self._frames:
-            self.llm.pace.write((self._outflow, frames))
+            self._pace.write((self.outflow, frames))
             return
-        if self._outflow.transport.is_closing():
+        if self.outflow.transport.is_closing():
             return
         self._frames.append(frames)
         self._num_bytes += len(frames)
         if not self.dirty:
-            self.llm.pace.mark(self, at_once=True)
+            self._pace.mark(self, at_once=True)
 
     def flush(self) -> bool:
-        if not self.has_room():
-            self._outflow.give_patience(self._num_bytes)
+        if not self.outflow.has_room():
+            self.outflow.give_patience(self._num_bytes)
             return False
         data = self._frames[0] if len(self._frames) == 1 else b"".join(self._frames)
         self._frames, self._num_bytes = [], 0
         if data:
-            self.llm.pace.write((self._outflow, data))
+            self._pace.write((self.outflow, data))
         return True
 
     def cut_off(self) -> None:
         """Of the Reader: the socket is gone with all its lanes."""
-        self._outflow.cut_off()
+        self.outflow.cut_off()
 
     def refuse(self, error: Exception, stream_id: str | None) -> None:
         """An error frame; the socket stays open, if it can be said."""

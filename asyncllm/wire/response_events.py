@@ -49,9 +49,9 @@ class SocketFrames:
 
     def event(self, kind: bytes, number: int, body: bytes) -> bytes:
         num_bytes = len(body) + len(self._end)
-        if num_bytes < SHORT_FRAME or num_bytes >= LONG_FRAME:
-            return text_frame(body + self._end)
-        return b"".join((TEXT_HEAD, num_bytes.to_bytes(2), body, self._end))  # nearly always, in one copy
+        if SHORT_FRAME <= num_bytes < LONG_FRAME:  # nearly always: in one copy
+            return b"".join((TEXT_HEAD, num_bytes.to_bytes(2), body, self._end))
+        return text_frame(body + self._end)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +210,10 @@ class Events:
 
     def more(self, text: str) -> bytes:
         self._parts.append(text)
-        return self._say_delta(text)
+        number = self._number
+        self._number = number + 1
+        body = b'%b%b,"sequence_number":%d' % (self._delta, orjson.dumps(text), number)
+        return self._event(self._delta_kind, number, body)
 
     def closing(self, outcome: Outcome) -> list[bytes]:
         """A failed response is closed by one event, whatever was open; so is a warm-up, where nothing is."""

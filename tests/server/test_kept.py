@@ -23,9 +23,7 @@ class Sink:
     def __init__(self) -> None:
         self.framing = SocketFrames(None)
         self.data, self.is_over = b"", False
-
-    def has_room(self) -> bool:
-        return True
+        self.outflow = None
 
     def give_patience(self, num_unread_bytes: int) -> None:
         raise AssertionError("there was room")
