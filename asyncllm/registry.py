@@ -150,10 +150,11 @@ class Registry:
                 mailbox.note_progress(entry)
                 continue
             else:
-                if mailbox.deliver(entry) and entry.finish_reason is None:
-                    self._finish(mailbox)
-                elif mailbox.ended:
+                mailbox.deliver(entry)
+                if entry.finish_reason is not None:  # the engine's own end
                     self._forget(entry.request_id)
+                elif mailbox.ended:
+                    self._finish(mailbox)
                 if not entry.token_ids:
                     continue
             if mailbox.seen_s != since_s:

@@ -63,16 +63,16 @@ class Outflow:
             except OSError:  # full, or broken: the transport finds out itself, and knows what to do
                 num = 0
             if num == len(data):
-                self.may_be_full = False
+                self.may_be_full, self._full_since_s = False, 0.0
                 return
             data = data[num:]
         self.may_be_full = True
         transport.write(data)
 
     def has_room(self) -> bool:
-        """Whether text may be written; if not, give_patience() is to be called. Who asks for each token asks
-        may_be_full first."""
-        if self.may_be_full and self.transport.get_write_buffer_size() > FULL_BYTES:
+        """Whether text may be written; if not, give_patience() is to be called. For each token it is asked only where
+        may_be_full."""
+        if self.transport.get_write_buffer_size() > FULL_BYTES:
             return False
         self._full_since_s = 0.0
         return True

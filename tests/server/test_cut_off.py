@@ -198,3 +198,28 @@ async def test_a_connection_whose_write_raises_is_cut_off_and_the_others_are_wri
     assert [one.is_cut_off for one in connections] == [False, True, False, False]
     assert [one.written for one in connections] == [b"xx", b"", b"xx", b"xx"]
     pace.close()
+
+
+async def test_counting_that_breaks_with_a_reader_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    def on_broken(reader: object) -> None:
+        raise KeyError("bug")
+
+    class Bad(Writing):
+        is_cut_off = False
+
+        def flush(self) -> bool:
+            raise KeyError("bug")
+
+        def cut_off(self) -> None:
+            self.is_cut_off = True
+
+    pace = Pace(asyncio.get_running_loop(), on_broken=on_broken)
+    bad, good = Bad(pace, Connection(broken=False)), Connection(broken=False)
+    for _ in range(2):
+        pace.mark(bad, at_once=True)
+        pace.mark(Writing(pace, good), at_once=True)
+        await until(lambda: bool(good.written))
+    pace.write((good, b"y"))
+    assert bad.is_cut_off and good.written in (b"xy", b"xxy")
+    pace.close()
+    assert "cutting a client off" in caplog.text

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from asyncllm.clock import CLOCK
 from asyncllm.server.events import FULL_BYTES, Outflow
 from asyncllm.server.settings import Settings
 
@@ -130,3 +131,36 @@ def test_what_is_wrapped_in_tls_goes_through_it() -> None:
         far.setblocking(False)
         with pytest.raises(BlockingIOError):
             far.recv(1)
+
+
+class Filled(Wrapped):
+    """A plain transport that holds as much as it is told to."""
+
+    num_bytes = 0
+
+    def get_extra_info(self, name: str) -> Any:
+        return self._peer if name == "socket" else None
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_bytes
+
+    def abort(self) -> None:
+        pytest.fail("cut off")
+
+
+def test_who_was_full_once_has_patience_anew_when_full_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though between the two everything went out at once, and nobody asked for room."""
+    now_s = 1.0
+    monkeypatch.setattr(CLOCK, "now_s", lambda: now_s)
+    near, far = socket.socketpair()
+    with near, far:
+        transport = Filled(near)
+        outflow = Outflow(transport, Settings(send_timeout_s=30))  # type: ignore[arg-type]
+        for _ in range(3):
+            transport.num_bytes = 2 * FULL_BYTES
+            outflow.write(b"waits")
+            assert not outflow.has_room()
+            outflow.give_patience(0)
+            transport.num_bytes, now_s = 0, now_s + 100
+            outflow.write(b"goes")
+            assert not outflow.may_be_full
